@@ -208,7 +208,7 @@ def test_pods_have_few_permissions(manifest: str) -> None:
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False
             assert own["capabilities"] == {"drop": ["ALL"]}
-            assert own.get("readOnlyRootFilesystem", False) is (manifest == "kubernetes.yaml")  # Ray's is not tried
+            assert own["readOnlyRootFilesystem"] is True
             assert container["resources"]["requests"] == container["resources"]["limits"]
             (key,) = [each for each in container["env"] if each["name"] == "NANOINFER_API_KEY"]
             assert key["valueFrom"] == {"secretKeyRef": {"name": "nanoinfer", "key": "api-key"}}
