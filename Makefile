@@ -10,6 +10,7 @@
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
 # make test-deploy [SCHEMAS=folder]   deploy/ with the tools and schemas of others (docs/deploy.md); the commands of the image's build
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
+# make test-cluster   batches on Ray clusters whose workers, nodes and driver are killed (ten minutes)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
@@ -37,7 +38,7 @@ endef
 
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -114,6 +115,12 @@ test-server-schema: .venv/installed-clients
 
 test-deploy: .venv/installed-deploy
 	NANOINFER_TEST_SCHEMAS="$(SCHEMAS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/house/test_deploy*.py
+
+# One after the other: each test starts a cluster of several nodes.
+CLUSTER_TESTS := tests/cluster
+
+test-cluster: .venv/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CLUSTER_TESTS)
 
 soak: .venv/installed-test
 	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),60) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_soak.py

@@ -163,7 +163,7 @@ class OneFails:
     """An LLM whose second prompt fails after a character."""
 
     tokenizer = SimpleNamespace()
-    model, requests = SimpleNamespace(sampling_defaults={}), SimpleNamespace(defaults=SamplingParams())
+    model, requests = SimpleNamespace(), SimpleNamespace(merge=lambda params, given: params)
 
     @classmethod
     def from_config(cls, config: Any) -> OneFails:

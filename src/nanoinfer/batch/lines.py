@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +46,8 @@ class Line:
     content: bytes | None
     """Without the newline; None: longer than MAX_LINE_BYTES."""
     num_bytes: int
+    offset: int = 0
+    """Bytes of its file before it, from where the reading began."""
 
 
 class LineReader(Iterator[Line]):
@@ -53,17 +55,21 @@ class LineReader(Iterator[Line]):
 
     Args:
         names: the files; "-" is standard input.
+        open_file: opens a file instead of `open`: one that is elsewhere, or of which a part is read.
+        first_line: number of the first line that is read of each file.
 
     Raises:
         NanoinferError: a file is missing, not readable or a folder, or "-" is given twice; while reading: a read fails.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
+    def __init__(
+        self, names: Sequence[str], open_file: Callable[[str], BinaryIO] | None = None, first_line: int = 1
+    ) -> None:
+        self._names, self._open_file, self._first_line = list(names), open_file, first_line
         self.total_bytes: int | None = 0
         """Size of all files; None: one is not a regular file."""
         for name in self._names:
-            size = _check(name)
+            size = _check(name) if open_file is None else None
             self.total_bytes = None if size is None or self.total_bytes is None else self.total_bytes + size
         if self._names.count(STANDARD) > 1:
             raise NanoinferError("the input - (standard input) is given twice: give it once")
@@ -71,7 +77,7 @@ class LineReader(Iterator[Line]):
         self._next_file = 0
         self._file: BinaryIO | None = None
         self._chunk, self._at = b"", 0
-        self._end = self._number = self._line = 0
+        self._end = self._number = self._line = self._offset = 0
         self._peeked: Line | None = None
 
     def __next__(self) -> Line:
@@ -88,17 +94,23 @@ class LineReader(Iterator[Line]):
                 self.close()
                 continue
             self._end, self._number, self._line = self._end + size, self._number + 1, self._line + 1
+            self._offset += size
             if content is not None and self._line == 1:
                 content = content.removeprefix(_BOM)
             if content is None or content.strip():
                 name = self._names[self._next_file - 1]
                 place = Place(self._number, name, self._line, self._end, self._hash.hexdigest())
-                return Line(place, content, size)
+                return Line(place, content, size, self._offset - size)
 
     @property
     def num_files(self) -> int:
         """Number of files."""
         return len(self._names)
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines read so far, blank ones included."""
+        return self._number
 
     def estimate(self) -> int | None:
         """Return about how many lines there are, by the bytes read so far; None: not known."""
@@ -129,11 +141,14 @@ class LineReader(Iterator[Line]):
 
     def _open(self, name: str) -> None:
         try:
-            self._file = sys.stdin.buffer if name == STANDARD else open(name, "rb")  # noqa: SIM115
+            if self._open_file is not None:
+                self._file = self._open_file(name)
+            else:
+                self._file = sys.stdin.buffer if name == STANDARD else open(name, "rb")  # noqa: SIM115
         except OSError as e:
             raise _unreadable(name, e) from None
         self._next_file += 1
-        self._chunk, self._at, self._line = b"", 0, 0
+        self._chunk, self._at, self._line, self._offset = b"", 0, self._first_line - 1, 0
 
     def _read_line(self) -> tuple[int, bytes | None]:
         """Return the bytes of the next line and its content without the newline; 0 at the end of the file."""

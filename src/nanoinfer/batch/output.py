@@ -284,10 +284,8 @@ class FileOutput:
             or {name: type(value) for name, value in values.items()} != names
         ):
             raise self._refusal(f"cannot be continued: {escaped(self._state.name)} is malformed")
-        for name in {**self._settings, **found["settings"]}:
-            before, now = (s.get(name) for s in (found["settings"], self._settings))
-            if before != now:
-                raise self._refusal(f"was made with {name}={before!r}, not {now!r}")
+        if difference := difference_of(found["settings"], self._settings):
+            raise self._refusal(difference)
         return Checkpoint(**values)
 
     def _check_content(self) -> None:
@@ -303,6 +301,14 @@ class FileOutput:
 
     def _refusal(self, why: str) -> NanoinferError:
         return NanoinferError(f"{self.name} {why}: give another output, or replace it by --overwrite")
+
+
+def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in which setting two batches differ: "was made with seed=1, not 2"; "" if they are the same."""
+    for name in {**now, **before}:
+        if before.get(name) != now.get(name):
+            return f"was made with {name}={before.get(name)!r}, not {now.get(name)!r}"
+    return ""
 
 
 def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> StreamOutput | FileOutput:

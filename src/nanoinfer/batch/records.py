@@ -29,7 +29,9 @@ from nanoinfer.utils.files import decode_utf8, parse_json
 from nanoinfer.utils.json_pieces import plain
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+OWN_KEYS = (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id")
+OPENAI_KEYS = ("custom_id", "method", "url", "body")
+"""Fields of a line in this project's form, and in OpenAI's."""
 Record = dict[str, Any]
 
 
@@ -97,7 +99,7 @@ class OwnForm:
         """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
-            if name not in (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id"):
+            if name not in OWN_KEYS:
                 raise NanoinferError(
                     f"the field {show(name)} is unknown: a line has prompt, prompt_token_ids or messages, id, and"
                     " fields of SamplingParams"
@@ -152,8 +154,8 @@ class OpenAIForm:
         """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
-            if name not in _OPENAI_KEYS:
-                raise openai.FieldError(f"the field {show(name)} is unknown: use {', '.join(_OPENAI_KEYS)}", name)
+            if name not in OPENAI_KEYS:
+                raise openai.FieldError(f"the field {show(name)} is unknown: use {', '.join(OPENAI_KEYS)}", name)
         _check_id(fields.get("custom_id"))
         if fields.get("method") != "POST":
             raise openai.FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")

@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from nanoinfer.batch.lines import Line, LineReader, Place
-from nanoinfer.batch.output import FileOutput, StreamOutput
+from nanoinfer.batch.lines import Line, Place
+from nanoinfer.batch.output import Checkpoint
 from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM
@@ -45,6 +45,37 @@ class BatchOptions:
     """Seed of the batch: with its number, it gives the seed of a line without one."""
     chat_template: str | None = None
     """Jinja template to use instead of the model's own."""
+
+
+class Source(Protocol):
+    """Where lines come from: a `LineReader`, or a queue."""
+
+    @property
+    def num_files(self) -> int:
+        """Number of files; where there are several, a record names its own."""
+
+    def __next__(self) -> Line:
+        """Return the next line. Waits for it."""
+
+    def ready(self) -> bool:
+        """Return whether `__next__` would not wait."""
+
+    def estimate(self) -> int | None:
+        """Return about how many lines there are; None: not known."""
+
+
+class Sink(Protocol):
+    """Where records go: a `FileOutput`, a `StreamOutput`, or who waits for them."""
+
+    @property
+    def done(self) -> Checkpoint:
+        """The records so far."""
+
+    def write(self, record: bytes, place: Place, error: str = "") -> None:
+        """Take the record of the next line; `error`: its message, if it is an error record."""
+
+    def checkpoint(self) -> None:
+        """Save how far the batch is, if it is time to."""
 
 
 @dataclass(eq=False)
@@ -81,7 +112,7 @@ class BatchRunner:
         self.num_tokens = 0
         """Tokens generated so far."""
 
-    def run(self, reader: LineReader, output: FileOutput | StreamOutput, bar: ProgressBar) -> None:
+    def run(self, reader: Source, output: Sink, bar: ProgressBar) -> None:
         """Write a record for each line. The caller closes the output.
 
         Raises:
@@ -100,7 +131,7 @@ class BatchRunner:
         finally:
             self._core.cancel([r for entry in self._window for r in entry.requests if not r.finished])
 
-    def _total(self, reader: LineReader, output: FileOutput | StreamOutput) -> int | None:
+    def _total(self, reader: Source, output: Sink) -> int | None:
         """Return about how many lines there are. It changes rarely: the bar then forgets the speed so far."""
         if self._at_end:
             return output.done.num_records + len(self._window)
@@ -110,13 +141,13 @@ class BatchRunner:
             self._estimate = estimate
         return self._estimate
 
-    def _fill(self, reader: LineReader, several: bool) -> bool:
+    def _fill(self, reader: Source, several: bool) -> bool:
         """Read and queue lines while the window has room; return whether there may be more."""
         while (
             self._num_running < QUEUE_FACTOR * self._max_num_seqs
             and len(self._window) < WINDOW_FACTOR * self._max_num_seqs
             and self._num_bytes < WINDOW_BYTES
-            and not (self._num_running and not reader.ready())  # steps go on while another process writes the input
+            and not (self._window and not reader.ready())  # what is there goes on while the input is being written
         ):
             if (line := next(reader, None)) is None:
                 self._at_end = True
@@ -201,7 +232,7 @@ class BatchRunner:
         self._num_bytes += len(record) - entry.num_bytes
         entry.num_bytes = len(record)
 
-    def _write(self, output: FileOutput | StreamOutput) -> None:
+    def _write(self, output: Sink) -> None:
         """Write the records whose predecessors are all written."""
         while self._window and (record := self._window[0].record) is not None:
             entry = self._window[0]

@@ -4,6 +4,8 @@ Examples:
     nanoinfer batch prompts.jsonl out.jsonl --max-tokens 200
     nanoinfer batch a.jsonl b.jsonl -o out.jsonl --model gpt2 --seed 1
     echo '{"prompt": "To be", "n": 2}' | nanoinfer batch - -
+    nanoinfer batch prompts.jsonl out.jsonl --ray local --cpus-per-actor 1
+    nanoinfer batch shards/ out/ --ray 10.0.0.5:6379
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nanoinfer.cli import batch_ray
 from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import (
@@ -56,6 +59,7 @@ _CAPACITY = (
 )  # fmt: skip
 @click.option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument.")
 @click.option("--overwrite", is_flag=True, help="Start again, and replace the output if it exists.")
+@flags(batch_ray.RayFlags, "cluster")
 @model_flag
 @tokenizer_flag
 @chat_template_flag
@@ -73,6 +77,7 @@ def batch(
     files: tuple[str, ...],
     output: str | None,
     overwrite: bool,
+    cluster: batch_ray.RayFlags,
     chat_template: Path | None,
     seed: int,
     config: LLMConfig,
@@ -87,16 +92,24 @@ def batch(
     from nanoinfer.batch.output import open_output, refuse_same_file
     from nanoinfer.batch.run import BatchOptions
 
+    options = BatchOptions(params, seed, template)
+    config = dataclasses.replace(config, scheduler=SchedulerConfig(target_step_ms=None))  # none is read token by token
+    if cluster.has_shards(inputs, target):
+        return _run_shards(cluster, inputs[0], target, overwrite, config, options)
     reader = LineReader(inputs)
     refuse_same_file(inputs, target)
-    options = BatchOptions(params, seed, template)
     records = open_output(target, _settings(config, options), overwrite)
     try:
         records.skip(reader)
         if records.done.num_records:
             done = "is complete" if reader.at_end() else "continues"
             _note(f"{records.name} {done} after {records.done.num_records:,} lines")
-        _run(config, options, reader, records)
+        if reader.at_end():
+            records.start()
+        elif cluster.ray is not None:
+            batch_ray.generate(cluster, config, options, reader, inputs, records)
+        else:
+            _run(config, options, reader, records)
         records.finish()
     except KeyboardInterrupt:
         records.finish()
@@ -106,9 +119,30 @@ def batch(
     finally:
         records.close()
         reader.close()
-    if failed := records.done.num_errors:
-        first = records.done.first_error
-        complain(f"{failed:,} of {records.done.num_records:,} lines failed: see error in their records; first {first}")
+    _report(records.done.num_records, records.done.num_errors, records.done.first_error)
+
+
+def _run_shards(
+    cluster: batch_ray.RayFlags, source: str, target: str, overwrite: bool, config: LLMConfig, options: BatchOptions
+) -> None:
+    shards = batch_ray.open_shards(source, target, _settings(config, options), overwrite)
+    try:
+        if done := shards.counts()[0]:
+            _note(f"{target} {'is complete' if shards.complete else 'continues'} after {done:,} lines")
+        if not shards.complete:
+            batch_ray.generate_shards(cluster, config, options, shards)
+    except KeyboardInterrupt:
+        _note(f"interrupted after {shards.counts()[0]:,} lines: run the same command again to continue")
+        raise
+    finally:
+        shards.close()
+    _report(*shards.counts())
+
+
+def _report(num_records: int, num_errors: int, first_error: str) -> None:
+    """Print how many lines have failed, if any. The exit code is then 1."""
+    if num_errors:
+        complain(f"{num_errors:,} of {num_records:,} lines failed: see error in their records; first {first_error}")
         raise click.exceptions.Exit(1)
 
 
@@ -123,17 +157,12 @@ def _split(files: tuple[str, ...], output: str | None) -> tuple[list[str], str]:
 
 
 def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: FileOutput | StreamOutput) -> None:
-    """Load the model, unless no line is left, and write the records."""
-    if reader.at_end():
-        records.start()
-        return
-
+    """Load the model and write the records."""
     from nanoinfer.batch.run import BatchRunner
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.utils.progress import ProgressBar
 
-    scheduler = SchedulerConfig(target_step_ms=None)  # no output is read token by token
-    llm = LLM.from_config(dataclasses.replace(config, scheduler=scheduler))
+    llm = LLM.from_config(config)
     runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
     records.start()
     log = logging.getLogger("nanoinfer")

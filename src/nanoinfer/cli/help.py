@@ -41,6 +41,7 @@ TOPICS: dict[str, dict[str, str]] = {
         **_RUNNING,
     },
     "batch": {
+        "On a Ray cluster": "ray num_actors cpus_per_actor",
         "Output length": _LENGTH + " truncate_prompt_tokens",
         "Sampling": _SAMPLING + " generation_config logprobs prompt_logprobs skip_special_tokens",
         "Embeddings and scores": _POOLING,

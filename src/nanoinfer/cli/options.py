@@ -70,9 +70,7 @@ def are_given(names: Iterable[str]) -> list[str]:
 
 def of_model(params: SamplingParams, llm: LLM) -> SamplingParams:
     """Return the parameters of a command with those of the model's generation_config.json where no flag is given."""
-    fields = ["max_tokens" if name == "max_new_tokens" else name for name in llm.model.sampling_defaults]
-    given, defaults = are_given(fields), llm.requests.defaults
-    return dataclasses.replace(params, **{name: getattr(defaults, name) for name in fields if name not in given})
+    return llm.requests.merge(params, are_given(f.name for f in dataclasses.fields(params)))
 
 
 def json_flag(help: str) -> Callable[[_Command], _Command]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
@@ -53,6 +54,11 @@ class RequestFactory:
                     ", ".join(f"{name}={value}" for name, value in given.items()),
                 )
         return self._defaults
+
+    def merge(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
+        """Return parameters with those of the model's generation_config.json where their field is not in `given`."""
+        fields = ["max_tokens" if name == "max_new_tokens" else name for name in self._model.sampling_defaults]
+        return replace(params, **{name: getattr(self.defaults, name) for name in fields if name not in given})
 
     def per_prompt(self, params: Params | Sequence[Params] | None, count: int) -> list[Params]:
         """Return the parameters of each of `count` prompts. Raises NanoinferError for another number of them."""
