@@ -1,13 +1,15 @@
 """Measure a server under load: output tokens/s, time to first token and gaps between tokens, with many streams.
 
-    python benchmarks/server.py [MODEL] [--rounds N] [--streams 64] [--peer "COMMAND ..."] ...
+    python benchmarks/server.py [MODEL] [--rounds N] [--streams 64] [--options="--replicas 2"] ...
+        [--peer "COMMAND ..."] ...
 
 It starts `nanoinfer serve MODEL`, sends the same traffic to it and to the library in this process, and compares tokens
 and rates. Each gets other traffic of the same kind first, so that it has used the memory of its caches before. MODEL is
 random:gpt2 in int8 unless given; a GGUF file runs as it is, a folder in bfloat16. Prompts are of 16 to 128 random
 tokens, outputs of 32 to 96. The client is this process, for each server one of its own; it takes what has arrived once
-a millisecond and reads the events after the measurement, so that it takes little of the cores that decode. --peer is
-the command of another OpenAI-compatible server that serves the same model as `model` on port 8123, for example
+a millisecond and reads the events after the measurement, so that it takes little of the cores that decode. --options
+are those of another `nanoinfer serve`, which gets the same traffic. --peer is the command of another OpenAI-compatible
+server that serves the same model as `model` on port 8123, for example
 
     llama-server -m MODEL --port 8123 -np 64 -c 16384
     vllm serve MODEL --port 8123 --served-model-name model --dtype bfloat16 --max-model-len 512
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,9 +133,9 @@ def report(name: str, seconds: float, streams: list[Stream]) -> float:
 
 
 @contextmanager
-def ours(model: str, streams: int) -> Iterator[int]:
-    """Start `nanoinfer serve` and yield its port."""
-    options = [f"--{name}={value}" for name, value in options_for(model).items()]
+def ours(model: str, streams: int, more: str = "") -> Iterator[int]:
+    """Start `nanoinfer serve` with `more` options and yield its port."""
+    options = [*(f"--{name}={value}" for name, value in options_for(model).items()), *shlex.split(more)]
     command = [sys.executable, "-m", "nanoinfer", "serve", model, "--port=0", f"--max-num-seqs={streams}", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="random:gpt2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--options", action="append", default=[])
     parser.add_argument("--peer", action="append", default=[])
     given = parser.parse_args()
     options: dict[str, Any] = options_for(given.model)
@@ -191,17 +194,23 @@ def main() -> None:
     first = traffic(given.streams, seed=given.rounds)
     library(llm, first)
     rates: dict[str, list[float]] = {}
-    with ours(given.model, min(given.streams, 64)) as port:
-        load(port, given.model, first)
+    num_seqs = min(given.streams, 64)
+    with ExitStack() as stack:
+        servers = {"server": stack.enter_context(ours(given.model, num_seqs))}
+        for more in given.options:
+            servers[f"server {more}"] = stack.enter_context(ours(given.model, num_seqs, more))
+        for port in servers.values():
+            load(port, given.model, first)
         for i in range(given.rounds):
             requests = traffic(given.streams, seed=i)
             rate, expected = library(llm, requests)
             rates.setdefault("library", []).append(rate)
             print(f"library: {rate:,.0f} tokens/s", flush=True)
-            seconds, streams = load(port, given.model, requests)
-            if [stream.token_ids for stream in streams] != expected:
-                raise SystemExit("the server's tokens are not the library's")
-            rates.setdefault("server", []).append(report("server", seconds, streams))
+            for name, port in servers.items():
+                seconds, streams = load(port, given.model, requests)
+                if [stream.token_ids for stream in streams] != expected:
+                    raise SystemExit(f"the tokens of {name} are not the library's")
+                rates.setdefault(name, []).append(report(name, seconds, streams))
             for command in given.peer:
                 name = Path(shlex.split(command)[0]).name
                 with peer(command) as peer_port:
@@ -210,7 +219,12 @@ def main() -> None:
     for name, rate_of in rates.items():
         if name != "server":
             ratios = [a / b for a, b in zip(rates["server"], rate_of, strict=True)]
-            print(f"server / {name}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+            if name.startswith("server "):
+                ratios = [1 / ratio for ratio in ratios]
+                print(f"{name} / server", end=": ")
+            else:
+                print(f"server / {name}", end=": ")
+            print(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":

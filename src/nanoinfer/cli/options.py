@@ -120,7 +120,7 @@ def llm_config(*parts: str) -> Callable[[_Command], _Command]:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
             given = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
-            return command(**values, config=LLMConfig(**given))
+            return command(**values, config=LLMConfig(**{"model": "", **given}))
 
         made: _Command = run
         for part in reversed(parts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.routing import Route, Router
@@ -30,6 +30,16 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
         config: options and limits; without an api_key_file (`auth.with_keys`).
         access_log: the caller closes it; None: none.
     """
+    app, service = build_routes(llm, config)
+    return guarded(app, config, service.metrics.responded, access_log)
+
+
+def build_routes(llm: AsyncLLM, config: ServerConfig) -> tuple[ASGIApp, Service]:
+    """Return the application without what looks at clients (`guarded`): the routes, within the limits of a request.
+
+    Args:
+        llm, config: as for `build_app`.
+    """
     service = Service(llm, config)
     service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
     router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()], redirect_slashes=False)
@@ -38,17 +48,29 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
         scope["app"] = router  # Starlette's routes then raise HTTPException, which BoundRequests answers
         await router(scope, receive, send)
 
-    # Around the routes, the innermost first. BoundRequests answers their exceptions.
-    app: ASGIApp = BoundRequests(routed, config)
-    app = RequireKey(app, config.api_key)
+    return BoundRequests(routed, config), service
+
+
+def guarded(
+    app: ASGIApp, config: ServerConfig, record: Callable[[Mapping[str, Any]], None], access_log: AccessLog | None
+) -> ASGIApp:
+    """Return an application that passes on the requests of permitted clients, and records each.
+
+    Args:
+        app: the application, which answers its own exceptions (BoundRequests).
+        config: as for `build_app`.
+        record: gets the entry of the access log of each request.
+        access_log: gets them, too; None: there is none.
+    """
+    app = RequireKey(app, config.api_key)  # the innermost first
     app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
 
-    def record(entry: Mapping[str, Any]) -> None:
-        service.metrics.responded(entry)
+    def record_all(entry: Mapping[str, Any]) -> None:
+        record(entry)
         if access_log is not None:
             access_log.write(entry)
 
-    return LogRequests(app, record)
+    return LogRequests(app, record_all)
 
 
 def _route(service: Service, spec: RouteSpec) -> Route:

@@ -94,8 +94,7 @@ class Metrics:
 
     def responded(self, entry: Mapping[str, Any]) -> None:
         """Count a response. Args: entry: of the access log."""
-        method = entry["method"] if entry["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        self._responses.labels(self._model_name, method, str(entry["status"])).inc()
+        self._responses.labels(self._model_name, *response_labels(entry)).inc()
 
     @contextmanager
     def watch(self, scope: Scope, params: SamplingParams | None, num_prompts: int) -> Iterator[RequestWatch]:
@@ -135,6 +134,12 @@ class Metrics:
             counts = (found.num_verify_steps, found.num_proposed, found.num_accepted)
             for name, count in zip(_SPECULATION, counts, strict=True):
                 self._speculation[name].inc(count)
+
+
+def response_labels(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return method and status of a response, from its entry of the access log."""
+    method = entry["method"] if entry["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+    return method, str(entry["status"])
 
 
 class RequestWatch:

@@ -73,20 +73,44 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         config: options and limits.
         bound: from `bind`; is closed at the end.
     """
-    config = with_max_connections(config)
+    with log_files(config) as access_log:
+        config = with_max_connections(config)
+        app = build_app(llm, config, access_log)
+        names = config.served_model_name or names_of(llm.llm.model_name)
+        try:
+            asyncio.run(listen(app, config, bound, f"model: {', '.join(map(printable, names))}"))
+        finally:
+            bound.close()
+            llm.shutdown()
+
+
+@contextmanager
+def log_files(config: ServerConfig) -> Iterator[AccessLog | None]:
+    """Configure the log, and open the access log, if there is one, for the context."""
     configure_logging(config.log_level)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
-    app = build_app(llm, config, access_log)
-    names = ", ".join(printable(name) for name in config.served_model_name or names_of(llm.llm.model_name))
-    about = f"model: {names}; connections: {config.max_connections}"
-    server = _Server(app, config, f"nanoinfer: listening on {url(bound)} ({about})")
     try:
-        asyncio.run(server.serve(sockets=[bound]))
+        yield access_log
     finally:
-        bound.close()
-        llm.shutdown()
         if access_log is not None:
             access_log.close()
+
+
+async def listen(app: ASGIApp, config: ServerConfig, bound: socket.socket, about: str) -> None:
+    """Answer requests until SIGTERM or SIGINT, as `serve` does.
+
+    Args:
+        app: answers them.
+        config: with max_connections.
+        bound: from `bind`.
+        about: what is served, for the line that says that the server listens.
+
+    Raises:
+        KeyboardInterrupt: at the second SIGINT.
+    """
+    about = f"{about}; connections: {config.max_connections}"
+    server = _Server(app, config, f"nanoinfer: listening on {url(bound)} ({about})")
+    await server.serve(sockets=[bound])
     if server.num_cut:
         log.warning("%d requests were ended after shutdown_timeout=%g seconds", server.num_cut, config.shutdown_timeout)
     if server.force_exit:

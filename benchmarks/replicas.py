@@ -1,0 +1,174 @@
+"""Measure several replicas of a model behind one port: cache hits, recovery, memory, scaling.
+
+    python benchmarks/replicas.py hits        prefix hits of 2 replicas, by routing, beside those of 1
+    python benchmarks/replicas.py recovery    seconds until the requests of a killed replica are answered by another
+    python benchmarks/replicas.py memory      private memory of each replica
+    python benchmarks/replicas.py scaling     tokens/s of 1, 2 and 4 replicas whose engines sleep: what the front takes
+
+`server.py --options="--replicas 2"` compares the rate with that of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+NUM_SHARED, NUM_REQUESTS, CONCURRENCY = 50, 1000, 8
+STEP_MS, NUM_SEQS = 20.0, 16
+READY = re.compile(r"listening on (http://\S+)")
+
+
+@contextmanager
+def server(command: Sequence[str], options: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Start a server; yield its URL and its process id."""
+    process = subprocess.Popen([sys.executable, *command, "--port=0", *options], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := READY.search(line):
+                yield found[1], process.pid
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+SERVE = ("-m", "nanoinfer", "serve")
+
+
+async def send(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> float:
+    """Send requests, so many at a time; return the seconds until all are answered."""
+    waiting = iter(bodies)
+    start = time.perf_counter()
+
+    async def one_after_another(client: httpx.AsyncClient) -> None:
+        for body in waiting:
+            response = await client.post(url + "/v1/completions", json=body)
+            response.raise_for_status()
+
+    async with httpx.AsyncClient(timeout=120) as client:
+        await asyncio.gather(*(one_after_another(client) for _ in range(concurrency)))
+    return time.perf_counter() - start
+
+
+def metric(url: str, name: str) -> float:
+    """Return the sum of a metric's samples."""
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
+def hits() -> None:
+    """Print the share of prompt tokens that are found in the cache, by routing."""
+    rng = random.Random(0)
+    words = ["the", "king", "and", "queen", "of", "a", "far", "land", "came", "to", "speak", "with", "their", "people"]
+    shared = [" ".join(rng.choices(words, k=60)) for _ in range(NUM_SHARED)]
+    prompts = [f"{rng.choice(shared)}. {' '.join(rng.choices(words, k=6))}" for _ in range(NUM_REQUESTS)]
+    bodies = [{"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in prompts]
+    base = 0.0
+    print(f"{NUM_REQUESTS} requests of {NUM_SHARED} shared prefixes, {CONCURRENCY} at a time")
+    for replicas, routing in ((1, "prefix"), (2, "prefix"), (2, "power-of-two"), (2, "least-loaded")):
+        options = [f"--replicas={replicas}", f"--routing={routing}", "--cores-per-replica=1"]
+        with server((*SERVE, "shakespeare"), options) as (url, _):
+            asyncio.run(send(url, bodies, CONCURRENCY))
+            share = metric(url, "nanoinfer:prefix_cache_hits_total") / metric(
+                url, "nanoinfer:prefix_cache_queries_total"
+            )
+        base = base or share
+        print(f"{replicas} replicas, {routing}: {share:.1%} of the prompt tokens, {share / base:.3f} of one replica's")
+
+
+def replicas_of(pid: int) -> list[int]:
+    """Return the processes of the replicas of a server."""
+    return [r for host in _children(pid) for r in _children(host)]
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def recovery() -> None:
+    """Kill a replica while it answers 16 requests; print how much later they end than without."""
+    body = {"prompt": "To be", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    late = []
+    with server((*SERVE, "shakespeare"), ["--replicas=2"]) as (url, pid):
+        for _ in range(5):
+            usual = asyncio.run(send(url, [body] * 16, 16))
+
+            async def disturbed(usual: float = usual) -> float:
+                sending = asyncio.create_task(send(url, [body] * 16, 16))
+                await asyncio.sleep(usual / 2)
+                os.kill(replicas_of(pid)[0], signal.SIGKILL)
+                return await sending
+
+            late.append(asyncio.run(disturbed()) - usual)
+            while metric(url, "nanoinfer:replicas") < 2:
+                time.sleep(0.05)
+    print(f"later by {statistics.median(late):.2f} s (median of {len(late)}; most {max(late):.2f} s)")
+
+
+def memory() -> None:
+    """Print the private memory of each replica after requests."""
+    body = {"prompt": "To be", "max_tokens": 64, "temperature": 0}
+    options = ["--replicas=2", "--quantization=int8", "--kv-cache-memory=64M", "--routing=least-loaded"]
+    with server((*SERVE, "random:gpt2"), options) as (url, pid):
+        body["prompt"] = [1, 2, 3]  # type: ignore[assignment]
+        asyncio.run(send(url, [body] * 16, 8))
+        for i, replica in enumerate(replicas_of(pid)):
+            lines = Path(f"/proc/{replica}/smaps_rollup").read_text().splitlines()
+            kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+            private, resident = kib["Private_Dirty"] + kib["Private_Clean"], kib["Rss"]
+            print(
+                f"replica {i}: private {private / 1024:.0f} MiB (KV cache up to 64), resident {resident / 1024:.0f} MiB"
+            )
+
+
+def scaling() -> None:
+    """Print tokens/s of 1, 2 and 4 replicas with engines that sleep, beside what their steps allow."""
+    for replicas in (1, 2, 4):
+        bodies = [{"prompt": [1, 2, i % 99], "max_tokens": 64, "ignore_eos": True, "temperature": 0, "stream": True}
+                  for i in range(6 * NUM_SEQS * replicas)]  # fmt: skip
+        slow = (str(Path(__file__).with_name("slow_server.py")), str(STEP_MS), "shakespeare-draft")
+        options = [f"--replicas={replicas}", f"--max-num-seqs={NUM_SEQS}", "--routing=least-loaded"]
+        with server(slow, options) as (url, pid):
+            before = _cpu_sec(pid)
+            seconds = asyncio.run(send(url, bodies, NUM_SEQS * replicas))
+            front = _cpu_sec(pid) - before
+        tokens, limit = 64 * len(bodies), replicas * NUM_SEQS / (STEP_MS / 1e3)
+        print(
+            f"{replicas} replicas of {NUM_SEQS} sequences, steps of {STEP_MS:g} ms: {tokens / seconds:,.0f} tokens/s,"
+            f" {tokens / seconds / limit:.2f} of {limit:,.0f}; the front takes {1e6 * front / tokens:.0f} us a token",
+            flush=True,
+        )
+
+
+def _cpu_sec(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    runs = {"hits": hits, "recovery": recovery, "memory": memory, "scaling": scaling}
+    parser.add_argument("what", choices=runs)
+    runs[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several replicas and several models behind one port: the front, the replicas, and the connections between them."""

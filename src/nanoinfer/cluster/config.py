@@ -1,0 +1,50 @@
+"""The options of several replicas and models: one frozen dataclass, from which flags of `nanoinfer serve` are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.cluster.routing import POLICIES
+from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import keep_float, keep_int, require_choice
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Options of replicas.
+
+    Raises:
+        NanoinferError: a field is out of range.
+    """
+
+    replicas: int = 1
+    """Number of processes that run each model, with the same weights in memory; 0: one for each NUMA node."""
+    cores_per_replica: int | None = None
+    """Number of cores of each replica, which runs on no others (default: the machine's, divided among the replicas)."""
+    idle_unload: float = 0.0
+    """Seconds without a request after which a model is unloaded until the next one; 0: never."""
+    ray: str | None = None
+    """Run the replicas on a Ray cluster: HOST:PORT, auto (that of this machine) or local (one that is started)."""
+    max_replicas: int | None = None
+    """With ray: maximum number of replicas, of which Ray adds and removes some by the number of requests."""
+    target_requests: float = 32.0
+    """With max_replicas: requests of each replica, above which Ray adds replicas."""
+    routing: str = "prefix"
+    """Which replica a request goes to: prefix, power-of-two or least-loaded."""
+
+    def __post_init__(self) -> None:
+        keep_int(self, "replicas", 0, 1024)
+        keep_int(self, "cores_per_replica", 1, optional=True)
+        keep_float(self, "idle_unload", 0.0, 1e9)
+        keep_int(self, "max_replicas", 1, optional=True)
+        keep_float(self, "target_requests", 0.0, 1e9, low_open=True)
+        if self.max_replicas is not None and (self.ray is None or self.max_replicas < self.replicas):
+            raise NanoinferError(f"max_replicas={self.max_replicas} needs ray, and at most as many replicas")
+        if self.ray is not None and (self.replicas == 0 or self.idle_unload):
+            raise NanoinferError("replicas=0 and idle_unload are for one machine: leave them out with ray")
+        require_choice("routing", self.routing, POLICIES)
+
+    @property
+    def needs_front(self) -> bool:
+        """Whether one model needs a front and processes of its own."""
+        return self.replicas != 1 or self.cores_per_replica is not None or self.idle_unload > 0 or self.ray is not None

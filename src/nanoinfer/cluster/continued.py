@@ -1,0 +1,86 @@
+"""Streams that go on when their replica ends: another replica continues after the tokens that were sent.
+
+A token depends on the seed, its position and the tokens before it only. So the front asks for the ids of the tokens in
+each event, and when the replica ends, it sends the request again with these as `output_token_ids`. The client sees one
+stream, with the same text as without the failure. It asks for that with the header `X-Continue-Stream: 1`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Scope
+
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError
+
+HEADER = b"x-continue-stream"
+
+
+class ContinuedStream:
+    """A stream of events that may come from several replicas.
+
+    Args:
+        document: the body of the request.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        seed = document.get("seed")
+        self._document = {**document, "return_token_ids": True, "seed": secrets.randbits(31) if seed is None else seed}
+        self._token_ids = list(document.get("output_token_ids") or ())
+        self._rest = b""
+        self._id: bytes | None = None
+        self._has_finished = False
+        self.has_begun = False
+        """Whether the status was sent."""
+        self.num_events = 0
+        """Events that were passed on."""
+
+    def body(self) -> bytes:
+        """Return the body of a request that continues the stream."""
+        self._rest = b""  # a part of an event, whose tokens come again
+        return json.dumps({**self._document, "output_token_ids": self._token_ids}).encode()
+
+    def receive(self, part: bytes) -> bytes:
+        """Return the whole events in what was received, with one id, and note their tokens."""
+        *events, self._rest = (self._rest + part).split(b"\n\n")
+        passed = [made + b"\n\n" for event in events if (made := self._event(event))]
+        self.num_events += len(passed)
+        return b"".join(passed)
+
+    def _event(self, event: bytes) -> bytes:
+        data = event.removeprefix(b"data: ")
+        if not data.startswith(b"{"):
+            return event  # [DONE]
+        found = json.loads(data)
+        for choice in found.get("choices", ()):
+            if self._has_finished:
+                return b""  # the replica ended after this, and before the end of the stream
+            self._token_ids += choice.get("token_ids") or ()
+            self._has_finished = choice.get("finish_reason") is not None
+        own = json.dumps(found.get("id")).encode()
+        self._id = self._id or own
+        return event.replace(own, self._id, 1)
+
+
+def continued_stream(scope: Scope, document: Mapping[str, Any]) -> ContinuedStream | None:
+    """Return the stream of a request that asks for this; None if it does not.
+
+    Raises:
+        FieldError: the request is not one for a stream of one output.
+    """
+    if all(name != HEADER or value == b"0" for name, value in scope["headers"]):
+        return None
+    several = [name for name in ("n", "best_of") if document.get(name) not in (None, 1)]
+    prompt = document.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        several.append("prompt")
+    if scope["path"] not in (COMPLETIONS, CHAT) or document.get("stream") is not True or several:
+        raise FieldError(
+            f"X-Continue-Stream is for streams of one output of {COMPLETIONS} and {CHAT}: leave the header out, or"
+            f" {several[0] if several else 'stream'}",
+            several[0] if several else "stream",
+        )
+    return ContinuedStream(document)

@@ -1,0 +1,146 @@
+"""The front: an ASGI application that passes each request on to a replica of the model that it names.
+
+A replica that ends in the middle loses no request whose response has not begun: it is sent to another replica once
+more, where it gives the same text if it has a seed. A stream that has begun ends with an error, or is continued
+(continued.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.types import Message, Receive, Scope, Send
+
+from nanoinfer.cluster.continued import ContinuedStream, continued_stream
+from nanoinfer.cluster.group import Group, unavailable
+from nanoinfer.cluster.metrics import FrontMetrics
+from nanoinfer.cluster.remote import Answer, ReplicaLost
+from nanoinfer.cluster.replica import head_of
+from nanoinfer.cluster.routing import prefix_blocks
+from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.openai_protocol import FieldError
+from nanoinfer.server.access_log import count_tokens
+from nanoinfer.server.http import Bodies, respond, respond_json
+from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
+from nanoinfer.utils.checks import show
+
+log = logging.getLogger("nanoinfer.server")
+
+ATTEMPTS = 2
+"""How often a request is sent to a replica: one that ends every replica must not end them all."""
+_MODELS = "/v1/models"
+
+
+class Front:
+    """Answers requests for several models.
+
+    Args:
+        groups: the models; requests that name none go to the first.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._by_name = {name: group for group in groups for name in group.names}
+        self._bodies = Bodies()
+        self.metrics = FrontMetrics(groups)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose body is whole. Raises the errors that are its response."""
+        path = scope["path"]
+        if path == "/health":
+            return await self._health(send)
+        if path == "/metrics":
+            return await respond(send, await self.metrics.exposition(), content_type=METRICS_TYPE)
+        if path == _MODELS and scope["method"] == "GET":
+            return await self._models(scope, send)
+        body: bytes = (await receive())["body"]
+        document = await self._document(body)
+        group = self._group(scope, document)
+        blocks = prefix_blocks(document, scope["state"].get("cache_salt"))
+        stream = continued_stream(scope, document)
+        num_lost = num_events = 0
+        while num_lost < ATTEMPTS:
+            answer = await group.ask(head_of(scope), body if stream is None else stream.body(), blocks)
+            try:
+                return await _pass_on(answer, scope, send, stream)
+            except ReplicaLost:
+                request_id = scope["state"].get("request_id", "-")
+                log.warning("request %s: replica %s of %s has ended", request_id, answer.replica, group.model)
+                if answer.status and stream is None:
+                    raise ResultError(
+                        "the replica that ran this request has ended: send the request again, which with a seed gives"
+                        " the same text"
+                    ) from None
+                num_lost += 1
+                if stream is not None and stream.num_events > num_events:  # it is not this request that ends them
+                    num_lost, num_events = 1, stream.num_events
+                self.metrics.retried(group)
+            finally:
+                answer.close()
+        raise unavailable(f"{ATTEMPTS} replicas have ended while they ran this request: try again later")
+
+    def _group(self, scope: Scope, document: Mapping[str, Any]) -> Group:
+        """Return the model that a request names: in its body, in its path or in its query. Raises FieldError."""
+        name = document.get("model")
+        if scope["path"].startswith(_MODELS + "/"):
+            name = scope["path"][len(_MODELS) + 1 :]
+        elif name is None:
+            name = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("model", [None])[0]
+        if name is None:
+            return self._groups[0]
+        group = self._by_name.get(name) if isinstance(name, str) else None
+        if group is None:
+            known = ", ".join(group.names[0] for group in self._groups)
+            message = f"the model {show(name)} does not exist: this server has {known}"
+            raise FieldError(message, "model", 404, "model_not_found")
+        return group
+
+    async def _document(self, body: bytes) -> Mapping[str, Any]:
+        """Return the JSON object of a body; empty if it has none, which the replica refuses."""
+
+        async def receive() -> Message:
+            return {"body": body}
+
+        try:
+            return await self._bodies.read(receive, dict) if body else {}
+        except NanoinferError:
+            return {}
+
+    async def _health(self, send: Send) -> None:
+        """Answer 200 while every model has a replica, or is unloaded and can be loaded again."""
+        if missing := [group.names[0] for group in self._groups if not group.is_running]:
+            raise unavailable(f"no replica of {', '.join(missing)} runs")
+        await respond(send, b"")
+
+    async def _models(self, scope: Scope, send: Send) -> None:
+        """List the names of all models, those that are unloaded included."""
+        found = [entry for group in self._groups for entry in group.described]
+        await respond_json(send, {"object": "list", "data": found})
+
+
+async def _pass_on(answer: Answer, scope: Scope, send: Send, stream: ContinuedStream | None) -> None:
+    """Send what the replica answers. Raises ReplicaLost."""
+    await answer.wait()
+    events = stream if answer.status == 200 else None  # others are whole responses: errors
+    if stream is None or not stream.has_begun:
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        if stream is not None:
+            stream.has_begun = True
+    elif events is None:
+        raise ResultError("the stream could not be continued on another replica: send the request again")
+    while True:
+        part, more = answer.take(), answer.num_tokens is None
+        if events is not None:
+            part = events.receive(part)
+        if part or not more:
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+        if not more:
+            break
+        await answer.wait()
+    assert answer.num_tokens is not None
+    if any(answer.num_tokens):
+        count_tokens(scope, *answer.num_tokens)

@@ -1,0 +1,223 @@
+"""Replicas on this machine: processes that a host forks (host.py), on cores of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nanoinfer.cluster.config import ClusterConfig
+from nanoinfer.cluster.group import Group, unavailable
+from nanoinfer.cluster.host import HostSpec
+from nanoinfer.cluster.remote import Remote
+from nanoinfer.config import LLMConfig
+from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.utils.environment import num_cpus
+
+log = logging.getLogger("nanoinfer.server")
+
+HOST_COMMAND = (sys.executable, "-m", "nanoinfer.cluster.host")
+NODES = Path("/sys/devices/system/node")
+_STOP_SEC = 10.0
+_RESTART_SEC = 1.0
+_POLL_SEC = 0.1
+
+
+class _Host:
+    """A process that loads a model and forks its replicas."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, spec: HostSpec) -> _Host:
+        """Start it, and return when the model is loaded. Raises NanoinferError if it cannot be loaded."""
+        process = await asyncio.create_subprocess_exec(
+            *HOST_COMMAND,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the front, which ends the host
+        )  # fmt: skip
+        host = cls(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(pickle.dumps(spec))
+            line = await process.stdout.readline()
+            found = json.loads(line) if line else {"error": "its process has ended while it was loaded"}
+            if "error" in found:
+                raise NanoinferError(f"{printable(spec.config.model)}: {found['error']}")
+        except BaseException:
+            await host.end()
+            raise
+        return host
+
+    async def end(self, replicas: Sequence[Remote] = ()) -> None:
+        """End it and its replicas."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # first: it would start replicas again
+        for remote in replicas:
+            remote.link.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), _STOP_SEC)
+        except asyncio.TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+
+
+class LocalGroup(Group):
+    """The replicas of a model on this machine.
+
+    Args:
+        number: of the model among those of the front.
+        config: of the model.
+        server: of the server.
+        cluster: how many replicas, and when to unload.
+        address: path of the front's socket.
+    """
+
+    def __init__(
+        self, number: int, config: LLMConfig, server: ServerConfig, cluster: ClusterConfig, address: str
+    ) -> None:
+        super().__init__(config.model, cluster.routing)
+        cores = plan_cores(cluster)
+        if cores[0] and config.engine.engine in ("auto", "native"):
+            config = replace(config, engine=replace(config.engine, threads=config.engine.threads or len(cores[0])))
+        self._spec = HostSpec(config, server, address, number, 0, cores)
+        self._idle_unload = cluster.idle_unload
+        self._host: _Host | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be answered, after the model is loaded if it was unloaded."""
+        return self._host is None or bool(self.replicas)
+
+    async def start(self) -> None:
+        """Start the replicas, and return when all are ready. Raises NanoinferError if the model cannot be loaded."""
+        if self._host is not None:
+            return
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        try:
+            await asyncio.shield(self._starting)
+        finally:
+            if self._starting is not None and self._starting.done():
+                self._starting = None
+
+    async def wake(self) -> None:
+        """Start a model that was unloaded. Raises FieldError, a 503, if it cannot be loaded."""
+        try:
+            await self.start()
+        except NanoinferError as e:
+            raise unavailable(str(e)) from None
+
+    async def reload(self) -> None:
+        """Load the model again, then answer with the new replicas; the old ones finish what they have begun.
+
+        Raises:
+            NanoinferError: it cannot be loaded. The old replicas stay.
+        """
+        host, old, watching = self._host, list(self.replicas), self._watching
+        if host is None:
+            return  # unloaded: the next request loads what is there then
+        await self._start()
+        if watching is not None:
+            watching.cancel()
+        self.replicas = [remote for remote in self.replicas if remote not in old]
+        while any(remote.num_in_flight for remote in old):
+            await asyncio.sleep(_POLL_SEC)
+        await host.end(old)
+
+    async def stop(self) -> None:
+        """End the replicas."""
+        for task in (self._starting, self._watching):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError, NanoinferError):
+                    await task
+        await self._unload()
+
+    async def _start(self) -> None:
+        spec = self._spec = replace(self._spec, generation=self._spec.generation + 1)
+        host = await _Host.start(spec)
+        try:
+            while sum(r.who["generation"] == spec.generation for r in self.replicas) < len(spec.cores):
+                await self.change()
+            await self.describe()
+        except BaseException:
+            await host.end()
+            raise
+        self._host, self.used = host, time.monotonic()
+        self._watching = asyncio.create_task(self._watch(host))
+
+    async def _watch(self, host: _Host) -> None:
+        """Unload the model when it is idle, and start it again if the host ends."""
+        interval = min(1.0, self._idle_unload / 4) if self._idle_unload else None
+        while True:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(host.process.wait(), interval)
+                break
+            if self.num_in_flight:
+                self.used = time.monotonic()
+            elif time.monotonic() - self.used >= self._idle_unload:
+                log.info("%s is unloaded: no request for %g s", self.model, self._idle_unload)
+                return await self._unload()
+        log.error(
+            "the process that loaded %s has ended (code %s): it is loaded again", self.model, host.process.returncode
+        )
+        await self._unload()
+        await asyncio.sleep(_RESTART_SEC)
+        try:
+            await self.start()
+        except NanoinferError as e:
+            log.error("%s: the next request tries again", e)
+
+    async def _unload(self) -> None:
+        """End the connections, the replicas and the host."""
+        host, self._host = self._host, None
+        replicas, self.replicas = self.replicas, []
+        if host is not None:
+            await host.end(replicas)
+
+
+def plan_cores(cluster: ClusterConfig) -> list[list[int]]:
+    """Return the cores of each replica; an empty list: all.
+
+    Raises:
+        NanoinferError: the replicas want more cores than there are.
+    """
+    available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(num_cpus()))
+    if cluster.replicas == 0:
+        nodes = [[c for c in _cores(p / "cpulist") if c in available] for p in sorted(NODES.glob("node[0-9]*"))]
+        return [node for node in nodes if node] or [available]
+    if cluster.replicas == 1 and cluster.cores_per_replica is None:
+        return [[]]
+    size = cluster.cores_per_replica or max(1, len(available) // cluster.replicas)
+    wanted = size * cluster.replicas
+    if cluster.cores_per_replica is not None and wanted > len(available):
+        raise NanoinferError(
+            f"replicas={cluster.replicas} times cores_per_replica={size} is {wanted} cores and this process has"
+            f" {len(available)}: lower one of them"
+        )
+    return [[available[(i * size + j) % len(available)] for j in range(size)] for i in range(cluster.replicas)]
+
+
+def _cores(file: Path) -> list[int]:
+    """Return the cores of a list: 0-2,7 -> [0, 1, 2, 7]."""
+    found: list[int] = []
+    for part in file.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1) if first else []
+    return found

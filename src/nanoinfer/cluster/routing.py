@@ -1,0 +1,111 @@
+"""Which replica a request goes to: the one that holds the longest prefix of its prompt, unless that one is overloaded.
+
+The front has no tokenizer and does not know what a replica's cache holds. It estimates it: the text of a request is cut
+into blocks, each block's hash covers those before it, and a table for each replica has the blocks of the requests that
+went there, the least recently used dropped, as many as the replica's cache has room for. That is the idea of
+SGLang's cache-aware router and of Ray Serve's PrefixCacheAffinityRouter, with hashes in the place of a tree.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+BLOCK_CHARS = 64  # about as many as 16 tokens have, a block of the KV cache
+MAX_BLOCKS = 512  # of a prompt: 32,768 characters tell the prompts of a server apart
+TOKENS_PER_BLOCK = 16
+_BEFORE = ("cache_salt", "tools", "instructions", "system")
+_PROMPTS = ("messages", "prompt", "input", "query")
+POLICIES = ("prefix", "power-of-two", "least-loaded")
+
+
+class PrefixTable:
+    """The blocks of the prompts that went to a replica.
+
+    Args:
+        max_blocks: that it remembers.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def num_matched(self, blocks: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks are there."""
+        for i, block in enumerate(blocks):
+            if block not in self._blocks:
+                return i
+        return len(blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Add the blocks of a prompt that goes to the replica."""
+        for block in reversed(blocks):  # the last is dropped first: without those before it, a block is not found
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._max_blocks:
+            self._blocks.popitem(last=False)
+
+
+class Routed(Protocol):
+    """A replica, as the choice sees it."""
+
+    prefixes: PrefixTable
+    max_num_seqs: int
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that it answers."""
+
+
+R = TypeVar("R", bound=Routed)
+
+
+def prefix_blocks(document: Mapping[str, Any], salt: str | None) -> list[int]:
+    """Return the hashes of the blocks of a request's prompt; each covers those before it.
+
+    Args:
+        document: the body of the request. What is not a prompt of a known form has no blocks.
+        salt: of the request's API key: prompts of different keys share nothing.
+    """
+    prompt = next((document[name] for name in _PROMPTS if name in document), None)
+    if prompt is None:
+        return []
+    if not isinstance(prompt, str):
+        prompt = json.dumps(prompt, ensure_ascii=False)
+    before = [document.get(name) for name in _BEFORE]
+    found, last = [], hash((salt, json.dumps(before) if any(before) else "", document.get("model")))
+    for at in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_CHARS), BLOCK_CHARS):
+        last = hash((last, prompt[at : at + BLOCK_CHARS]))
+        found.append(last)
+    return found
+
+
+def choose(replicas: Sequence[R], blocks: Sequence[int], policy: str = "prefix") -> R:
+    """Return the replica for a request, and remember the request's blocks for it.
+
+    prefix: the replica with the longest match, unless it answers more requests than the least loaded one by a quarter
+    of the sequences that it can run; then, and without a match, the least loaded one.
+
+    Args:
+        replicas: one or more.
+        blocks: from `prefix_blocks`.
+        policy: one of POLICIES. power-of-two: the less loaded one of two random ones.
+    """
+    if policy == "power-of-two":
+        chosen = min(random.sample(replicas, min(2, len(replicas))), key=lambda r: r.num_in_flight)
+    else:
+        chosen = min(replicas, key=lambda r: (r.num_in_flight, len(r.prefixes)))
+        if policy == "prefix":
+            matched = [r.prefixes.num_matched(blocks) for r in replicas]
+            most = max(matched)
+            best = min((r for r, m in zip(replicas, matched, strict=True) if m == most), key=lambda r: r.num_in_flight)
+            if most and best.num_in_flight <= chosen.num_in_flight + max(1, best.max_num_seqs // 4):
+                chosen = best
+    chosen.prefixes.add(blocks)
+    return chosen

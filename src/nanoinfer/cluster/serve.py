@@ -1,0 +1,139 @@
+"""Serve several models, or several replicas of one, behind one port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nanoinfer.cluster.config import ClusterConfig
+from nanoinfer.cluster.front import Front
+from nanoinfer.cluster.group import Group
+from nanoinfer.cluster.local import LocalGroup, plan_cores
+from nanoinfer.cluster.remote import Remotes
+from nanoinfer.config import LLMConfig
+from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.server.access_log import AccessLog
+from nanoinfer.server.app import guarded
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.descriptors import with_max_connections
+from nanoinfer.server.limits import BoundRequests
+from nanoinfer.server.run import listen, log_files
+
+log = logging.getLogger("nanoinfer.server")
+
+
+def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterConfig) -> None:
+    """Check options before anything is loaded.
+
+    Raises:
+        NanoinferError: they do not go together, or want more cores than there are.
+    """
+    models = [config.model for config in configs]
+    if again := next((m for i, m in enumerate(models) if m in models[:i]), None):
+        raise NanoinferError(f"the model {printable(again)} is given twice: use --replicas for several of one model")
+    if server.served_model_name and len(models) > 1:
+        raise NanoinferError(f"served_model_name is one model's, and {len(models)} are given: leave it out")
+    if server.measure_roofline:
+        raise NanoinferError("measure_roofline needs one model and one replica, which have the machine to themselves")
+    plan_cores(cluster)
+
+
+def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterConfig, bound: socket.socket) -> None:
+    """Serve models as `server.run.serve` serves one.
+
+    Args:
+        configs: of the models.
+        server: of the server.
+        cluster: how many replicas.
+        bound: from `server.run.bind`; is closed at the end.
+
+    Raises:
+        NanoinferError: a model cannot be loaded.
+    """
+    with log_files(server) as access_log, bound, _listener(cluster) as (listening, address):
+        if cluster.ray is None:
+            groups: list[Group] = [LocalGroup(i, c, server, cluster, str(address)) for i, c in enumerate(configs)]
+        else:
+            from nanoinfer.cluster.ray_serve import RayGroup
+
+            secret = secrets.token_hex(16)
+            groups = [RayGroup(i, c, server, cluster, address, secret) for i, c in enumerate(configs)]
+        asyncio.run(_serve(groups, server, bound, listening, access_log))
+
+
+@contextmanager
+def _listener(cluster: ClusterConfig) -> Iterator[tuple[socket.socket, Any]]:
+    """Yield a socket on which the front listens for replicas, and its address.
+
+    On one machine it is in a folder of this user's alone, so no other process connects. On a cluster it has the address
+    of the node, and replicas know a secret.
+    """
+    if cluster.ray is None:
+        with tempfile.TemporaryDirectory(prefix="nanoinfer-") as folder, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path := os.path.join(folder, "front"))
+            yield listening, path
+        return
+    from nanoinfer.ray.connect import connected, node_address
+
+    with connected(cluster.ray), socket.socket() as listening:
+        listening.bind((node_address(), 0))
+        yield listening, listening.getsockname()
+
+
+async def _serve(
+    groups: Sequence[Group],
+    server: ServerConfig,
+    bound: socket.socket,
+    listening: socket.socket,
+    access_log: AccessLog | None,
+) -> None:
+    config = with_max_connections(server)
+    loop, remotes = asyncio.get_running_loop(), Remotes(groups)
+    make = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
+    reloads: list[asyncio.Task[None]] = []  # the event loop keeps no reference
+    listener = await make(remotes.connection, sock=listening)
+    try:
+        for group in groups:  # one after the other: loading takes all cores and much memory
+            await group.start()
+        _check_names(groups)
+        loop.add_signal_handler(signal.SIGHUP, lambda: reloads.append(asyncio.create_task(_reload(groups))))
+        front = Front(groups)
+        app = guarded(BoundRequests(front, config), config, front.metrics.responded, access_log)
+        num_replicas = sum(len(group.replicas) for group in groups)
+        names = ", ".join(printable(group.names[0]) for group in groups)
+        about = f"model{'s' if len(groups) > 1 else ''}: {names}; replicas: {num_replicas}"
+        await listen(app, config, bound, about)
+    finally:
+        for task in reloads:
+            task.cancel()
+        listener.close()
+        await asyncio.gather(*(group.stop() for group in groups))
+
+
+async def _reload(groups: Sequence[Group]) -> None:
+    """Load all models again, after SIGHUP."""
+    for group in groups:
+        try:
+            await group.reload()
+            log.warning("%s was loaded again", group.model)
+        except NanoinferError as e:
+            log.error("%s: the replicas that run stay", e)
+
+
+def _check_names(groups: Sequence[Group]) -> None:
+    seen: dict[str, Group] = {}
+    for group in groups:
+        for name in group.names:
+            if (other := seen.setdefault(name, group)) is not group:
+                raise NanoinferError(
+                    f"the models {printable(other.model)} and {printable(group.model)} have the name {printable(name)}:"
+                    " rename one"
+                )

@@ -1,0 +1,310 @@
+"""`nanoinfer serve` with several replicas and several models, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
+pytest.importorskip("uvicorn", reason="the extra server is not installed")
+
+from helpers.models import TINY, make_folder  # noqa: E402
+from helpers.server_process import ServerProcess, serving  # noqa: E402
+from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.cli.app import run  # noqa: E402
+from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
+
+TIMEOUT = 60.0
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("replicas") / "tiny", replace(TINY, block_size=512))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("replicas") / "other", replace(TINY, block_size=256))
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + TIMEOUT
+    while not (found := condition()):
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    try:
+        return [int(p) for task in os.listdir(f"/proc/{pid}/task")
+                for p in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]  # fmt: skip
+    except OSError:
+        return []
+
+
+def replicas(server: ServerProcess) -> list[int]:
+    """Return the processes of the replicas: the hosts' children, without those of templates and grammars."""
+    return [r for host in children(server.process.pid) for r in children(host)]
+
+
+def both(server: ServerProcess) -> list[int]:
+    """Return the processes of two replicas, when they are there."""
+    until(lambda: len(replicas(server)) == 2)
+    return replicas(server)
+
+
+def complete(server: ServerProcess, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "seed": 3, "max_tokens": 16, **fields}
+    response = httpx.post(server.url + COMPLETIONS, json=body, timeout=TIMEOUT)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def metric(server: ServerProcess, start: str) -> float:
+    lines = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with serving(folder, "--replicas", "2", "--max-num-seqs", "8") as found:
+        yield found
+
+
+def test_answers_are_the_librarys_and_all_replicas_take_part(server: ServerProcess, folder: Path) -> None:
+    prompts = [f"{c} to be" for c in "abcdefghijklmnop"]
+    params = [SamplingParams(max_tokens=16, seed=3, temperature=1.0)] * len(prompts)
+    expected = [o.outputs[0].text for o in LLM(str(folder)).generate(prompts, params)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda p: complete(server, p, temperature=1.0), prompts))
+    assert [f["choices"][0]["text"] for f in found] == expected
+    assert metric(server, "nanoinfer:generation_tokens_total{") == 16 * 16
+    for replica in "01":
+        assert metric(server, f'nanoinfer:replica_generation_tokens_total{{model_name="tiny",replica="{replica}"}}') > 0
+
+
+def test_the_line_at_the_start(server: ServerProcess) -> None:
+    assert "(model: tiny; replicas: 2; connections: " in server.lines[0]
+
+
+def test_routes_that_do_not_generate(server: ServerProcess) -> None:
+    assert httpx.get(server.url + "/health").status_code == 200
+    listed = httpx.get(server.url + "/v1/models").json()["data"]
+    assert listed[0]["id"] == "tiny"
+    assert httpx.get(server.url + "/v1/models/tiny").json()["id"] == "tiny"
+    assert "<html" in httpx.get(server.url + "/").text
+    assert httpx.get(server.url + "/openapi.json").json()["info"]["title"] == "nanoinfer"
+    assert httpx.get(server.url + "/nothing").status_code == 404
+    refused = httpx.post(server.url + COMPLETIONS, content=b"{")
+    assert (refused.status_code, "JSON" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_a_killed_replica_loses_no_request_and_is_replaced(server: ServerProcess) -> None:
+    before = both(server)
+    expected = complete(server, "a", max_tokens=400, ignore_eos=True)["choices"][0]["text"]
+    with ThreadPoolExecutor(12) as pool:
+        waiting = [pool.submit(complete, server, "a", max_tokens=400, ignore_eos=True) for _ in range(12)]
+        until(lambda: metric(server, "nanoinfer:num_requests_running") > 0 or all(w.done() for w in waiting))
+        os.kill(before[0], signal.SIGKILL)
+        found = [w.result() for w in waiting]
+    assert [f["choices"][0]["text"] for f in found] == [expected] * 12
+    after = until(lambda: before[0] not in both(server) and both(server))
+    assert before[1] in after
+    until(lambda: metric(server, "nanoinfer:replicas{") == 2)
+    assert any("replica" in line and "has ended (signal 9): it is started again" in line for line in server.lines)
+
+
+def test_a_stream_whose_replica_is_killed_says_so(server: ServerProcess) -> None:
+    until(lambda: metric(server, "nanoinfer:replicas{") == 2)
+    body = {"prompt": "b", "stream": True, "max_tokens": 10**6, "overflow": "slide", "ignore_eos": True}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=TIMEOUT) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        for pid in replicas(server):
+            os.kill(pid, signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    assert "the replica that ran this request has ended" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_a_stream_is_continued_when_its_replica_is_killed(server: ServerProcess) -> None:
+    until(lambda: metric(server, "nanoinfer:replicas{") == 2)
+    fields = {"max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
+    expected = complete(server, "c", **fields)["choices"][0]["text"]
+    body = {"prompt": "c", "seed": 3, "stream": True, **fields}
+    text, killed = "", False
+    with httpx.stream(
+        "POST", server.url + COMPLETIONS, json=body, timeout=TIMEOUT, headers={"X-Continue-Stream": "1"}
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if not killed:
+                    killed = True
+                    for pid in replicas(server):
+                        os.kill(pid, signal.SIGKILL)
+    assert text == expected
+
+
+def test_the_second_replica_shares_the_weights(folder: Path) -> None:
+    shape = replace(TINY, block_size=64, n_embd=512, n_layer=8)
+    big = make_folder(folder.parent / "big", shape)
+    with serving(big, "--replicas", "2", "--kv-cache-memory", "16MiB", "--cores-per-replica", "1") as server:
+        for prompt in "abcd":
+            complete(server, prompt, max_tokens=4)
+        weights = (big / "model.safetensors").stat().st_size
+        private = [_private_bytes(pid) for pid in both(server)]
+    assert weights > 90e6
+    assert max(private) < 60 * 2**20, f"private: {private}, weights: {weights}"
+
+
+def _private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def test_a_replica_runs_on_its_cores_alone(folder: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    with serving(folder, "--replicas", "2", "--cores-per-replica", "1") as server:
+        found = {tuple(os.sched_getaffinity(pid)) for pid in both(server)}
+    assert found == {(core,) for core in cores[:2]}
+
+
+def test_several_models_each_with_its_name(folder: Path, other: Path) -> None:
+    with serving(folder, str(other)) as server:
+        assert "(models: tiny, other; replicas: 2; connections: " in server.lines[0]
+        texts = {}
+        for path in (folder, other):
+            expected = LLM(str(path)).generate(["To be"], SamplingParams(max_tokens=16, seed=3))[0].outputs[0].text
+            texts[path.name] = complete(server, "To be", model=path.name)["choices"][0]["text"]
+            assert texts[path.name] == expected
+        assert complete(server, "To be")["choices"][0]["text"] == texts["tiny"]
+        response = httpx.post(server.url + COMPLETIONS, json={"prompt": "a", "model": "gone"})
+        assert response.status_code == 404
+        assert "this server has tiny, other" in response.json()["error"]["message"]
+        listed = {m["id"]: m["max_model_len"] for m in httpx.get(server.url + "/v1/models").json()["data"]}
+        assert (listed["tiny"], listed["other"]) == (512, 256)
+
+
+def test_an_idle_model_is_unloaded_and_comes_back(folder: Path) -> None:
+    with serving(folder, "--idle-unload", "0.2") as server:
+        expected = complete(server, "a")["choices"][0]["text"]
+        until(lambda: not children(server.process.pid))
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["id"] == "tiny"
+        assert complete(server, "a")["choices"][0]["text"] == expected
+
+
+def test_a_host_that_is_killed_is_started_again(folder: Path) -> None:
+    with serving(folder, "--replicas", "2") as server:
+        (host,) = until(lambda: children(server.process.pid))
+        os.kill(host, signal.SIGKILL)
+        until(lambda: children(server.process.pid) not in ([], [host]))
+        assert complete(server, "a")["usage"]["completion_tokens"] == 16
+
+
+def test_nothing_is_left_when_the_front_is_killed(folder: Path) -> None:
+    with serving(folder, "--replicas", "2") as server:
+        (host,) = children(server.process.pid)
+        everything = [host, *both(server)]
+        server.process.kill()
+        until(lambda: not any(_runs(pid) for pid in everything))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_sighup_loads_the_model_that_is_there_now(folder: Path, other: Path, tmp_path: Path) -> None:
+    link = tmp_path / "model"
+    link.symlink_to(folder)
+    expected = {str(path): LLM(str(path)).generate(["a"], SamplingParams(max_tokens=16, seed=3))[0].outputs[0].text
+                for path in (folder, other)}  # fmt: skip
+    with serving(link, "--replicas", "2") as server, ThreadPoolExecutor(4) as pool:
+        assert complete(server, "a")["choices"][0]["text"] == expected[str(folder)]
+        link.unlink()
+        link.symlink_to(other)
+        server.process.send_signal(signal.SIGHUP)
+        found: list[str] = []
+        while expected[str(other)] not in found[-4:]:
+            found += [c["choices"][0]["text"] for c in pool.map(lambda _: complete(server, "a"), range(4))]
+        assert set(found) <= set(expected.values())
+        until(lambda: any("was loaded again" in line for line in server.lines))
+        assert complete(server, "a")["choices"][0]["text"] == expected[str(other)]
+        until(lambda: len(children(server.process.pid)) == 1)
+
+
+def test_sigterm_finishes_what_runs(folder: Path) -> None:
+    with serving(folder, "--replicas", "2") as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(complete, server, "a", max_tokens=500, ignore_eos=True)
+        until(lambda: metric(server, "nanoinfer:num_requests_running{") > 0 or waiting.done())
+        server.process.send_signal(signal.SIGTERM)
+        assert waiting.result()["usage"]["completion_tokens"] == 500
+        assert server.wait() == 0
+        until(lambda: not children(server.process.pid))
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanoinfer", "serve", "random:gpt2", "--replicas", "2", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        (host,) = until(lambda: children(process.pid))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT) == 130
+        until(lambda: not _runs(host))
+        assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+    finally:
+        process.kill()
+        process.stderr.close()  # type: ignore[union-attr]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = run(["serve", "--port", "0", *arguments])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["shakespeare", "shakespeare"],
+            "the model shakespeare is given twice: use --replicas for several of one model",
+        ),
+        (
+            ["shakespeare", "shakespeare-draft", "--served-model-name", "a"],
+            "served_model_name is one model's, and 2 are",
+        ),
+        (["shakespeare", "--replicas", "-1"], "replicas=-1 is not an integer in [0, 1024]"),
+        (["shakespeare", "--replicas", "9", "--cores-per-replica", "999"], "is 8991 cores and this process has"),
+        (["shakespeare", "--replicas", "2", "--measure-roofline"], "measure_roofline needs one model and one replica"),
+        (
+            ["shakespeare", "--replicas", "2", "--engine", "dynamic"],
+            "replicas=2 needs engine native, and the engine is",
+        ),
+        (["shakespeare", "nothing/there.gguf"], "nothing/there.gguf"),
+        (["shakespeare", "--replicas", "2", "--routing", "x"], "routing='x' is unknown: use one of prefix, power-of-two"),
+    ],
+)
+def test_bad_options_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    code, text = call(capfd, *arguments)
+    assert (code, text.count("\n")) == (2, 1), text
+    assert message in text
