@@ -1,11 +1,10 @@
-"""Measure several replicas of a model behind one port: cache hits, recovery, memory, scaling.
+"""Measure several replicas of a model behind one port: cache hits, recovery, memory.
 
     python benchmarks/replicas.py hits        prefix hits of 2 replicas, by routing, beside those of 1
     python benchmarks/replicas.py recovery    seconds until the requests of a killed replica are answered by another
     python benchmarks/replicas.py memory      private memory of each replica
-    python benchmarks/replicas.py scaling     tokens/s of 1, 2 and 4 replicas whose engines sleep: what the front takes
 
-`server.py --options="--replicas 2"` compares the rate with that of one process.
+`server.py --options="--replicas 2"` compares the rate with that of one process; scaling.py has more of them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any
 import httpx
 
 NUM_SHARED, NUM_REQUESTS, CONCURRENCY = 50, 1000, 8
-STEP_MS, NUM_SEQS = 20.0, 16
 READY = re.compile(r"listening on (http://\S+)")
 
 
@@ -138,34 +136,10 @@ def memory() -> None:
             )
 
 
-def scaling() -> None:
-    """Print tokens/s of 1, 2 and 4 replicas with engines that sleep, beside what their steps allow."""
-    for replicas in (1, 2, 4):
-        bodies = [{"prompt": [1, 2, i % 99], "max_tokens": 64, "ignore_eos": True, "temperature": 0, "stream": True}
-                  for i in range(6 * NUM_SEQS * replicas)]  # fmt: skip
-        slow = (str(Path(__file__).with_name("slow_server.py")), str(STEP_MS), "shakespeare-draft")
-        options = [f"--replicas={replicas}", f"--max-num-seqs={NUM_SEQS}", "--routing=least-loaded"]
-        with server(slow, options) as (url, pid):
-            before = _cpu_sec(pid)
-            seconds = asyncio.run(send(url, bodies, NUM_SEQS * replicas))
-            front = _cpu_sec(pid) - before
-        tokens, limit = 64 * len(bodies), replicas * NUM_SEQS / (STEP_MS / 1e3)
-        print(
-            f"{replicas} replicas of {NUM_SEQS} sequences, steps of {STEP_MS:g} ms: {tokens / seconds:,.0f} tokens/s,"
-            f" {tokens / seconds / limit:.2f} of {limit:,.0f}; the front takes {1e6 * front / tokens:.0f} us a token",
-            flush=True,
-        )
-
-
-def _cpu_sec(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = {"hits": hits, "recovery": recovery, "memory": memory, "scaling": scaling}
+    runs = {"hits": hits, "recovery": recovery, "memory": memory}
     parser.add_argument("what", choices=runs)
     runs[parser.parse_args().what]()
 
