@@ -266,6 +266,7 @@ def test_a_stream_is_continued_on_another_replica(tmp_path: Path, until_token: i
         (COMPLETIONS, {"prompt": "a"}, "stream"),
         (COMPLETIONS, {"prompt": "a", "stream": True, "n": 2}, "n"),
         (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "echo": True}, "echo"),
         ("/v1/responses", {"input": "a", "stream": True}, "stream"),
     ],
 )

@@ -301,7 +301,10 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             "replicas=2 needs engine native, and the engine is",
         ),
         (["shakespeare", "nothing/there.gguf"], "nothing/there.gguf"),
-        (["shakespeare", "--replicas", "2", "--routing", "x"], "routing='x' is unknown: use one of prefix, power-of-two"),
+        (
+            ["shakespeare", "--replicas", "2", "--routing", "x"],
+            "routing='x' is unknown: use one of prefix, power-of-two",
+        ),
     ],
 )
 def test_bad_options_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -38,8 +38,10 @@ class ClusterConfig:
         keep_float(self, "idle_unload", 0.0, 1e9)
         keep_int(self, "max_replicas", 1, optional=True)
         keep_float(self, "target_requests", 0.0, 1e9, low_open=True)
-        if self.max_replicas is not None and (self.ray is None or self.max_replicas < self.replicas):
-            raise NanoinferError(f"max_replicas={self.max_replicas} needs ray, and at most as many replicas")
+        if self.max_replicas is not None and self.ray is None:
+            raise NanoinferError(f"max_replicas={self.max_replicas} needs ray, which starts replicas: give --ray, too")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise NanoinferError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}: raise it")
         if self.ray is not None and (self.replicas == 0 or self.idle_unload):
             raise NanoinferError("replicas=0 and idle_unload are for one machine: leave them out with ray")
         require_choice("routing", self.routing, POLICIES)

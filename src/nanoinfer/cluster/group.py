@@ -8,9 +8,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from nanoinfer.cluster.remote import Answer, Remote
+from nanoinfer.cluster.remote import Answer, Remote, ReplicaLost
 from nanoinfer.cluster.routing import choose
 from nanoinfer.errors import printable
 from nanoinfer.openai_protocol import FieldError
@@ -75,8 +76,9 @@ class Group(ABC):
         self._changed.set()
 
     async def describe(self) -> None:
-        """Read how the replicas describe the model."""
-        self.described = json.loads(await self.replicas[0].get("/v1/models"))["data"]
+        """Read how the newest replica describes the model. If it ends meanwhile, the description stays as it was."""
+        with suppress(ReplicaLost):
+            self.described = json.loads(await self.replicas[-1].get("/v1/models"))["data"]
 
     def fail(self, who: dict[str, Any]) -> None:
         """Take note of a replica that could not be started. Raises ValueError: nobody reports one."""

@@ -55,9 +55,8 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport. Called by the event loop."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=MAX_FRAME_BYTES)  # WINDOW_BYTES bounds what each exchange adds
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's have another base class
+        self._transport.set_write_buffer_limits(high=MAX_FRAME_BYTES)  # WINDOW_BYTES bounds what each exchange adds
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end. Called by the event loop."""

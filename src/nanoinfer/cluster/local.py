@@ -199,6 +199,7 @@ def plan_cores(cluster: ClusterConfig) -> list[list[int]]:
         NanoinferError: the replicas want more cores than there are.
     """
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(num_cpus()))
+    available = available[: num_cpus()]  # a container's limit may be lower
     if cluster.replicas == 0:
         nodes = [[c for c in _cores(p / "cpulist") if c in available] for p in sorted(NODES.glob("node[0-9]*"))]
         return [node for node in nodes if node] or [available]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any, Protocol
 
 from nanoinfer.cluster.link import (
@@ -28,18 +29,31 @@ class ReplicaLost(Exception):
     """The replica has ended, or the response to a request has ended in the middle."""
 
 
+class Answers(dict[int, "Answer"]):
+    """The responses that are received now, by the number of their exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = cycle(range(1, 1 << 32))
+
+    def number(self) -> int:
+        """Return the number of a new exchange."""
+        return next(self._numbers)
+
+
 class Answer:
     """The response to one request.
 
     Args:
-        number: of the exchange.
-        answers: all that are received at the time, by number; this one is among them until `close`.
+        answers: all that are received at the time; this one is among them until `close`.
         remote: the replica; None: it is known when the response begins.
     """
 
-    def __init__(self, number: int, answers: dict[int, Answer], remote: Remote | None = None) -> None:
-        self._number, self._answers, self.remote = number, answers, remote
-        answers[number] = self
+    def __init__(self, answers: Answers, remote: Remote | None = None) -> None:
+        self._answers, self.remote = answers, remote
+        self.number = answers.number()
+        """Of the exchange."""
+        answers[self.number] = self
         self._waiter: asyncio.Future[None] | None = None
         self._taken = 0
         self.status = 0
@@ -96,15 +110,15 @@ class Answer:
         self.parts.clear()
         self._taken += len(part)
         if self._taken >= WINDOW_BYTES // 4 and self.remote is not None:
-            self.remote.link.send(self._number, TAKEN, COUNT.pack(self._taken))
+            self.remote.link.send(self.number, TAKEN, COUNT.pack(self._taken))
             self._taken = 0
         return part
 
     def close(self) -> None:
         """End the exchange: nothing more is received. Without the whole response, the request is cancelled."""
-        del self._answers[self._number]
+        del self._answers[self.number]
         if self.num_tokens is None and not self.lost and self.remote is not None:
-            self.remote.link.send(self._number, CANCEL)
+            self.remote.link.send(self.number, CANCEL)
 
 
 class Remote:
@@ -119,9 +133,8 @@ class Remote:
         self.link, self.who = link, who
         self.max_num_seqs: int = who["max_num_seqs"]
         self.prefixes = PrefixTable(who["max_num_tokens"] // TOKENS_PER_BLOCK)
-        self.answers: dict[int, Answer] = {}
-        """Those that are received now, by number."""
-        self._next = 1
+        self.answers = Answers()
+        """Those that are received now; a group may have one for all of its replicas."""
 
     @property
     def name(self) -> str:
@@ -135,13 +148,20 @@ class Remote:
 
     def ask(self, head: dict[str, Any], body: bytes) -> Answer:
         """Send a request. Args: head: from `replica.head_of`."""
-        number, self._next = self._next, self._next % 0xFFFFFFFF + 1
-        self.link.send(number, REQUEST, *with_head(head, body))
-        return Answer(number, self.answers, self)
+        answer = Answer(self.answers, self)
+        self.link.send(answer.number, REQUEST, *with_head(head, body))
+        return answer
 
     async def get(self, path: str) -> bytes:
         """Return the body of the response to a GET of the front's own. Raises ReplicaLost; also if it is an error."""
-        head: dict[str, Any] = {"method": "GET", "path": path, "query_string": "", "headers": [], "client": None, "state": {}}
+        head: dict[str, Any] = {
+            "method": "GET",
+            "path": path,
+            "query_string": "",
+            "headers": [],
+            "client": None,
+            "state": {},
+        }
         answer, body = self.ask(head, b""), bytearray()
         try:
             while answer.num_tokens is None:
@@ -203,7 +223,8 @@ class Remotes:
             who: dict[str, Any] = json.loads(payload)
             group = self._groups[who["model"]]
             if "error" in who:
-                return group.fail(who)
+                group.fail(who)
+                return
             remote = Remote(link, who)
             group.join(remote)
             self._remotes[link] = remote

@@ -58,7 +58,8 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
     Raises:
         NanoinferError: a model cannot be loaded.
     """
-    with log_files(server) as access_log, bound, _listener(cluster) as (listening, address):
+    # The log is opened last: what Ray writes to standard error is taken from it before.
+    with bound, _listener(cluster) as (listening, address), log_files(server) as access_log:
         if cluster.ray is None:
             groups: list[Group] = [LocalGroup(i, c, server, cluster, str(address)) for i, c in enumerate(configs)]
         else:
@@ -81,9 +82,11 @@ def _listener(cluster: ClusterConfig) -> Iterator[tuple[socket.socket, Any]]:
             listening.bind(path := os.path.join(folder, "front"))
             yield listening, path
         return
-    from nanoinfer.ray.connect import connected, node_address
+    from nanoinfer.ray.connect import connected
 
     with connected(cluster.ray), socket.socket() as listening:
+        from nanoinfer.cluster.ray_serve import node_address
+
         listening.bind((node_address(), 0))
         yield listening, listening.getsockname()
 

@@ -1,0 +1,105 @@
+"""Streams of a server on a Ray cluster of several nodes, while replicas and nodes are killed at random moments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
+pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
+
+from helpers.ray_cluster import NODE, children, cluster, until  # noqa: E402
+from helpers.server_process import ServerProcess, serving  # noqa: E402
+from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
+FIELDS: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+CONCURRENCY = 16
+
+
+def replicas(made: Any) -> list[int]:
+    """Return the processes of the replicas on all nodes."""
+    found = []
+    for node in (made.head_node, *made.worker_nodes):
+        for pid in children(node.all_processes["raylet"][0].process.pid):
+            with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if file.read().startswith(b"ray::ServeReplica"):
+                    found.append(pid)
+    return found
+
+
+def num_replicas(server: ServerProcess) -> float:
+    lines = httpx.get(server.url + "/metrics", timeout=60).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("nanoinfer:replicas{"))
+
+
+async def stream(client: Any, url: str, prompt: str) -> str:
+    body, headers = {"prompt": prompt, "stream": True, **FIELDS}, {"X-Continue-Stream": "1"}
+    text = ""
+    async with client.stream("POST", url + COMPLETIONS, json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+    return text
+
+
+async def streams(url: str, prompts: list[str]) -> list[str]:
+    """Return the texts of streams, CONCURRENCY at a time."""
+    found = [""] * len(prompts)
+    waiting = iter(enumerate(prompts))
+
+    async def one_after_another(client: Any) -> None:
+        for i, prompt in waiting:
+            found[i] = await stream(client, url, prompt)
+
+    async with httpx.AsyncClient(timeout=240) as client:
+        await asyncio.gather(*(one_after_another(client) for _ in range(CONCURRENCY)))
+    return found
+
+
+@pytest.mark.nightly_if(lambda seed: seed > 0)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_streams_are_those_of_an_undisturbed_run(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [f"{i} {rng.choice(('king', 'queen', 'fool'))}" for i in range(500 if seed else 100)]
+    params = [SamplingParams(**FIELDS)] * len(prompts)
+    expected = [o.outputs[0].text for o in LLM("shakespeare").generate(prompts, params)]
+    with cluster(0, 1, 1) as made, serving("shakespeare", "--ray", made.address, "--replicas", "2") as server:
+
+        async def disturbed() -> list[str]:
+            running = asyncio.create_task(streams(server.url, prompts))
+            while not running.done():
+                await asyncio.wait([running], timeout=rng.uniform(0.5, 2.0))
+                if running.done():
+                    break
+                await asyncio.to_thread(disturb, made, rng)
+            return await running
+
+        assert asyncio.run(disturbed()) == expected
+        until(lambda: num_replicas(server) == 2, "the replicas do not come back")
+
+
+def disturb(made: Any, rng: random.Random) -> None:
+    """Kill a replica or a node, and start another node in its place."""
+    found = replicas(made)
+    if found and rng.random() < 0.7:
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(found), signal.SIGKILL)
+        time.sleep(0.1)
+    elif len(made.worker_nodes) == 2:
+        made.remove_node(rng.choice(sorted(made.worker_nodes, key=lambda node: node.unique_id)), allow_graceful=False)
+        made.add_node(**NODE, num_cpus=1)
