@@ -123,7 +123,7 @@ def recovery() -> None:
 def memory() -> None:
     """Print the private memory of each replica after requests."""
     body = {"prompt": "To be", "max_tokens": 64, "temperature": 0}
-    options = ["--replicas=2", "--quantization=int8", "--kv-cache-memory=64M", "--routing=least-loaded"]
+    options = ["--replicas=2", "--quantization=int8", "--kv-cache-memory=64MiB", "--routing=least-loaded"]
     with server((*SERVE, "random:gpt2"), options) as (url, pid):
         body["prompt"] = [1, 2, 3]  # type: ignore[assignment]
         asyncio.run(send(url, [body] * 16, 8))

@@ -5,10 +5,10 @@
 
 A request has P prompt tokens, a share h of which is in the cache, and N output tokens. A step takes a ms, and b ms for
 each of its tokens; S sequences decode together. A replica ends after M seconds on average and is back after L seconds.
-What it had begun is lost: S requests, each half done on average.
+Its S streams go on elsewhere: their prompts and, on average, half of their outputs are computed once more, as prompts.
 
     engine time of a request   t = (1 - h) P b + N (a / S + b)
-    requests/s of a replica    r = 1/t * M / (M + L) * (1 - S t / (2 M))
+    requests/s of a replica    r = 1/t * M / (M + L) * (1 - S (P + N/2) b / M)
     requests/s of R replicas   min(R r, what the front passes on)
 
 The front takes `front_us` of one core for each output token of a stream, and `call_ms` for each request.
@@ -29,6 +29,8 @@ from typing import Any
 import httpx
 from replicas import metric, replicas_of, server
 
+HEADERS = {"X-Continue-Stream": "1"}
+SECONDS = 15
 WORDS = ["the", "king", "and", "queen", "of", "a", "far", "land", "came", "to", "speak", "with", "their", "people"]
 
 
@@ -44,7 +46,7 @@ class Load:
     sequences: int = 8
     lasts: float = float("inf")
     loads: float = 0.0
-    front_us: float = 60.0
+    front_us: float = 55.0
     call_ms: float = 0.5
 
     @property
@@ -57,7 +59,8 @@ class Load:
         """Requests/s of a replica."""
         seconds = self.request_ms / 1e3
         up = 1.0 if self.lasts == float("inf") else self.lasts / (self.lasts + self.loads)
-        return up * max(0.0, 1 - self.sequences * seconds / (2 * self.lasts)) / seconds
+        again = self.sequences * (self.prompt + self.output / 2) * self.token / 1e3
+        return up * max(0.0, 1 - again / self.lasts) / seconds
 
     @property
     def front_rate(self) -> float:
@@ -85,7 +88,7 @@ async def run(url: str, texts: list[str], load: Load, concurrency: int) -> float
     async def one_after_another(client: httpx.AsyncClient) -> None:
         for text in waiting:
             body: dict[str, Any] = {"prompt": text, "max_tokens": load.output, "ignore_eos": True, "stream": True}
-            async with client.stream("POST", url + "/v1/completions", json=body | {"seed": 0}) as response:
+            async with client.stream("POST", url + "/v1/completions", json=body, headers=HEADERS) as response:
                 response.raise_for_status()
                 async for _ in response.aiter_raw():
                     pass
@@ -97,26 +100,28 @@ async def run(url: str, texts: list[str], load: Load, concurrency: int) -> float
 
 def check() -> None:
     """Print measured and predicted requests/s."""
-    print("| replicas | prompts | failures | hits | requests/s | of the model |\n|--:|---|---|--:|--:|--:|")
+    print("| replicas | prompts | a replica is killed | in the cache | requests/s | of the model | front, us a token |")
+    print("|--:|---|---|--:|--:|--:|--:|")
     for replicas in (1, 2, 4):
-        for shared, fails in ((0, False), (16, False), (0, True)):
-            measure(replicas, shared, fails)
+        for shared, kill_sec in ((0, 0.0), (16, 0.0), (0, 6.0)):
+            if replicas > 1 or not kill_sec:
+                measure(replicas, shared, kill_sec)
 
 
-def measure(replicas: int, shared: int, fails: bool) -> None:
+def measure(replicas: int, shared: int, kill_sec: float) -> None:
     """Print one row."""
-    load, lasts = Load(), 2.0
+    load = Load(lasts=kill_sec * replicas or float("inf"))
     slow = (str(Path(__file__).with_name("slow_server.py")), str(load.step), str(load.token), "shakespeare-draft")
-    options = [f"--replicas={replicas}", f"--max-num-seqs={load.sequences}", "--kv-cache-memory=32MiB"]
-    texts = prompts(150 * replicas, shared)
+    options = [f"--max-num-seqs={load.sequences}", "--kv-cache-memory=32MiB"]
+    options += [f"--replicas={replicas}"] if replicas > 1 else ["--cores-per-replica=1"]
+    texts = prompts(round(SECONDS * load.rate(replicas)), shared)
     with server(slow, options) as (url, pid):
-        queries = [metric(url, f"nanoinfer:prefix_cache_{name}_total") for name in ("queries", "hits")]
 
         async def disturbed() -> float:
             running = asyncio.create_task(run(url, texts, load, 2 * load.sequences * replicas))
             rng = random.Random(1)
-            while fails and not running.done():
-                await asyncio.wait([running], timeout=lasts / replicas)
+            while kill_sec and not running.done():
+                await asyncio.wait([running], timeout=kill_sec)
                 if not running.done() and (pids := replicas_of(pid)):
                     os.kill(rng.choice(pids), signal.SIGKILL)
             return await running
@@ -125,13 +130,12 @@ def measure(replicas: int, shared: int, fails: bool) -> None:
         rate = asyncio.run(disturbed())
         front_us = 1e6 * (cpu_sec(pid) - before) / (len(texts) * load.output)
         asked, found = (metric(url, f"nanoinfer:prefix_cache_{name}_total") for name in ("queries", "hits"))
-    hits = 0.0 if fails else (found - queries[1]) / (asked - queries[0])
-    prompt = (asked - queries[0]) / len(texts) if not fails else 32.0
-    load = replace(load, hits=hits, prompt=prompt, lasts=lasts if fails else load.lasts, loads=0.3)
+    if not kill_sec:  # else the counters of those that ended are missing
+        load = replace(load, hits=found / asked, prompt=asked / len(texts))
     kind = f"{shared} shared beginnings" if shared else "all different"
     print(
-        f"| {replicas} | {kind} | {f'each after {lasts:g} s' if fails else ''} |"
-        f" {hits:.0%} | {rate:,.1f} | {rate / load.rate(replicas):.2f} | front {front_us:.0f} us a token",
+        f"| {replicas} | {kind} | {f'each {kill_sec:g} s' if kill_sec else ''} | {load.hits:.0%} | {rate:,.1f} |"
+        f" {rate / load.rate(replicas):.2f} | {front_us:.0f} |",
         flush=True,
     )
 
