@@ -8,8 +8,6 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
-import click
-
 from helpers.environment import ROOT
 from nanoinfer.cli.app import load_command
 from nanoinfer.server.config import ServerConfig
@@ -88,9 +86,3 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def server_config(arguments: list[str]) -> ServerConfig:
     params = parse(arguments)
     return ServerConfig(**{f.name: params[f.name] for f in fields(ServerConfig)})
-
-
-def options(command: str) -> set[str]:
-    """Return the options that a sub-command has: {"--host", ...}."""
-    found = [p for p in load_command(command).params if isinstance(p, click.Option)]
-    return {name for option in found for name in option.opts}

@@ -25,7 +25,6 @@ from helpers.deploy import (
     documents,
     instructions,
     of_kind,
-    options,
     parse,
     pods,
     server_config,
@@ -35,9 +34,8 @@ from nanoinfer.server.auth import PUBLIC
 from nanoinfer.server.origins import CheckOrigins
 
 USER = 10001
-NEW = ("--ray", "--replicas")
 COMMANDS = command_lines()
-SERVERS = {where: line for where, line in COMMANDS.items() if line[0] == "serve" and not {*NEW} & {*line}}
+SERVERS = {where: line for where, line in COMMANDS.items() if line[0] == "serve"}
 COMPOSE = documents("compose.yaml")[0]
 SERVICES = COMPOSE["services"]
 
@@ -65,10 +63,7 @@ def test_extras_of_the_image_exist() -> None:
     assert set(default.split(",")) <= set(extras)
     others = re.findall(r"EXTRAS=([\w,]+)", (DEPLOY / "kuberay.yaml").read_text() + PAGE)
     assert others
-    missing = {name for line in others for name in line.split(",")} - set(extras)
-    if missing == {"cluster"}:
-        pytest.skip("the package has no extra `cluster`")
-    assert not missing
+    assert {name for line in others for name in line.split(",")} <= set(extras)
 
 
 def test_the_image_runs_as_a_user_and_signals_reach_the_server() -> None:
@@ -81,10 +76,7 @@ def test_the_image_runs_as_a_user_and_signals_reach_the_server() -> None:
 
 @pytest.mark.parametrize("where", COMMANDS)
 def test_command_line(where: str) -> None:
-    line = COMMANDS[where]
-    if missing := ({*NEW} & {*line}) - options(line[0]):
-        pytest.skip(f"nanoinfer {line[0]} has no {', '.join(missing)}")
-    parse(line)
+    parse(COMMANDS[where])
 
 
 def status(line: list[str], host: str) -> int:

@@ -96,7 +96,7 @@ class RayReplica:
 
 def node_address() -> str:
     """Return the address of this node, to which Ray binds its ports."""
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    address: str = ray.util.get_node_ip_address()
     return address
 
 
@@ -125,7 +125,7 @@ class _Routed:
         self.num_in_flight = 0
 
 
-class Router(RequestRouter):
+class Router(RequestRouter):  # type: ignore[misc]
     """Chooses replicas as `routing.choose` does. Serve runs it in the process of the front."""
 
     def initialize_state(self, **kwargs: Any) -> None:

@@ -153,7 +153,7 @@ def check_versions(expected: Mapping[str, str]) -> None:
     for name, version in versions().items():
         if version != expected[name]:
             raise NanoinferError(
-                f"it has {name} {version}, and the batch was started with {name} {expected[name]}: install the same"
+                f"it has {name} {version}, and the command runs with {name} {expected[name]}: install the same"
                 " version on all nodes"
             )
 
