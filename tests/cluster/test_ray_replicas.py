@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
-pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
 
+import helpers.ray_cluster  # noqa: E402, F401  # before ray, which reads the environment that it sets
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 
+pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
 TIMEOUT = 120.0
 LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
-pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
 
-from helpers.ray_cluster import NODE, children, cluster, until  # noqa: E402
+from helpers.ray_cluster import NODE, children, cluster, until  # noqa: E402  # before ray
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 
+pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
 FIELDS: dict[str, Any] = {"max_tokens": 48, "temperature": 1.0, "seed": 7, "ignore_eos": True}
 CONCURRENCY = 16
