@@ -24,6 +24,7 @@ from nanoinfer.ray.actor import Job, LineActor, from_table
 from nanoinfer.ray.connect import check_versions, connected, versions
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # a cluster takes seconds to start
 
 PARAMS = {"max_tokens": 5}
 
@@ -86,14 +87,14 @@ def test_openai_rows_embeddings_and_rows_that_are_bad(model: str) -> None:
 @pytest.mark.usefixtures("_connected")
 def test_versions_that_differ_are_a_fault_that_names_the_node(model: str) -> None:
     check_versions(versions())
-    refuses(lambda: check_versions({**versions(), "ray": "1.0"}), "it has ray 2.", "was started with ray 1.0")
+    refuses(lambda: check_versions({**versions(), "ray": "1.0"}), "it has ray 2.", "runs with ray 1.0")
     job = Job(LLMConfig(model), BatchOptions(SamplingParams()), ())
     actor = LineActor(job, {**versions(), "nanoinfer": "9"})
     import pyarrow as pa
 
     row = {"number": 1, "file": "a", "line": 1, "num_bytes": 2, "content": b"{}", "fault": None}
     answer = asyncio.run(actor(pa.Table.from_pylist([row])))
-    refuses(lambda: list(from_table(answer)), "node 127.0.0.1 (", "it has nanoinfer ", "was started with nanoinfer 9")
+    refuses(lambda: list(from_table(answer)), "node 127.0.0.1 (", "it has nanoinfer ", "runs with nanoinfer 9")
 
 
 def test_nothing_of_ray_is_imported_without_the_flag(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
 TIMEOUT = 120.0
 LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0, "seed": 3}
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ COMMANDS = {
     "generate": ("generate:generate", "Generate text from prompts, streamed as it is generated."),
     "chat": ("chat:chat", "Hold a conversation with a model that has a chat template."),
     "batch": ("batch:batch", "Generate for each line of a JSONL file; continue after an interruption."),
-    "serve": ("serve:serve", "Serve a model over HTTP with OpenAI's interface."),
+    "serve": ("serve:serve", "Serve models over HTTP with OpenAI's interface."),
     "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
     "export": ("export:export", "Write a model as a GGUF file, which llama.cpp loads."),
     "models": ("models:models", "List the built-in models and those in the Hub's cache, and whether they run here."),

@@ -111,6 +111,10 @@ async def listen(app: ASGIApp, config: ServerConfig, bound: socket.socket, about
     about = f"{about}; connections: {config.max_connections}"
     server = _Server(app, config, f"nanoinfer: listening on {url(bound)} ({about})")
     await server.serve(sockets=[bound])
+    left = list(server.server_state.tasks)  # of requests that were not finished in time
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
     if server.num_cut:
         log.warning("%d requests were ended after shutdown_timeout=%g seconds", server.num_cut, config.shutdown_timeout)
     if server.force_exit:
