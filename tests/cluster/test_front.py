@@ -79,13 +79,14 @@ def test_a_request_and_its_response_pass(tmp_path: Path) -> None:
     async def main() -> Response:
         async with front(tmp_path) as setup:
             await setup.add(0, 0, says("hello"))
-            return await post(setup.app, {"prompt": "ü"}, "/v1/x", headers={"x-a": "\xfc"})
+            return await post(setup.app, {"prompt": "ü"}, "/v1/x", headers={"x-a": "\xfc", "x-api-key": "k"})
 
     found = run(main())
     got = json.loads(found.content)
     assert (found.status, got["text"], got["path"], got["client"]) == (201, "hello", "/v1/x", ["127.0.0.1", 1])
     assert json.loads(got["body"]) == {"prompt": "ü"}
     assert got["headers"]["x-a"] == "\xfc"
+    assert "x-api-key" not in got["headers"]
     assert found.headers["content-length"] == str(len(found.content))
     assert found.scope["state"]["num_tokens"] == [3, 5]
 

@@ -177,6 +177,15 @@ def _private_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
+def test_the_front_checks_the_keys(folder: Path) -> None:
+    with serving(folder, "--replicas", "2", "--api-key", "first", "--api-key", "second") as server:
+        body = {"prompt": "a", "max_tokens": 2}
+        for headers, status in (({}, 401), ({"x-api-key": "third"}, 401), ({"Authorization": "Bearer second"}, 200)):
+            assert httpx.post(server.url + COMPLETIONS, json=body, headers=headers).status_code == status
+        assert httpx.get(server.url + "/v1/models").status_code == 401
+        assert httpx.get(server.url + "/health").status_code == 200
+
+
 def test_a_replica_runs_on_its_cores_alone(folder: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -57,9 +57,8 @@ class Front:
         if path == _MODELS and scope["method"] == "GET":
             return await self._models(scope, send)
         body: bytes = (await receive())["body"]
-        document = await self._document(body)
+        document, blocks = await self._document(body, scope["state"].get("cache_salt"))
         group = self._group(scope, document)
-        blocks = prefix_blocks(document, scope["state"].get("cache_salt"))
         stream = continued_stream(scope, document)
         num_lost = num_events = 0
         while num_lost < ATTEMPTS:
@@ -98,16 +97,16 @@ class Front:
             raise FieldError(message, "model", 404, "model_not_found")
         return group
 
-    async def _document(self, body: bytes) -> Mapping[str, Any]:
-        """Return the JSON object of a body; empty if it has none, which the replica refuses."""
+    async def _document(self, body: bytes, salt: str | None) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """Return the JSON object of a body and the blocks of its prompt; empty without one, which the replica refuses."""
 
         async def receive() -> Message:
             return {"body": body}
 
         try:
-            return await self._bodies.read(receive, dict) if body else {}
+            return await self._bodies.read(receive, lambda found: (found, prefix_blocks(found, salt)))
         except NanoinferError:
-            return {}
+            return {}, ()
 
     async def _health(self, send: Send) -> None:
         """Answer 200 while every model has a replica, or is unloaded and can be loaded again."""

@@ -26,7 +26,8 @@ from typing import Any, cast
 
 HELLO, REQUEST, TAKEN, CANCEL, START, BODY, END, ABORT = range(8)
 MAX_FRAME_BYTES = 256 << 20
-"""A longer frame ends the connection. Bodies of requests are limited by the server, those of responses are in parts."""
+"""Bodies of requests are limited by the server, and those of responses are in parts."""
+MAX_HELLO_BYTES = 1 << 16
 WINDOW_BYTES = 1 << 18
 """Bytes of a response that may be on their way: a replica waits before it sends more to a client that reads slowly."""
 COUNT = struct.Struct("<I")
@@ -45,10 +46,11 @@ class Link(asyncio.Protocol):
     Args:
         receive: is called with each frame: this link, the exchange, the kind and the payload.
         lost: is called once, when the connection has ended.
+        max_bytes: of a frame; a longer one ends the connection.
     """
 
-    def __init__(self, receive: Receive, lost: Callable[[Link], None]) -> None:
-        self._receive, self._lost = receive, lost
+    def __init__(self, receive: Receive, lost: Callable[[Link], None], max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._receive, self._lost, self.max_bytes = receive, lost, max_bytes
         self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received, self._written = bytearray(), bytearray()
@@ -70,7 +72,7 @@ class Link(asyncio.Protocol):
         at = 0
         while len(buffer) - at >= _HEAD.size:
             size, exchange, kind = _HEAD.unpack_from(buffer, at)
-            if size > MAX_FRAME_BYTES:
+            if size > self.max_bytes:
                 return self.close()
             if len(buffer) - at < (end := _HEAD.size + size):
                 break

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from nanoinfer.cluster.remote import Remote, ReplicaLost
 from nanoinfer.server.metrics import PREFIX, response_labels
+from nanoinfer.utils.workers import Workers
 
 if TYPE_CHECKING:
     from nanoinfer.cluster.group import Group
@@ -49,6 +50,7 @@ class FrontMetrics:
             PREFIX + "replicas", "Replicas that are connected.", ("model_name",), registry=self._registry
         )
         self._merged = _Merged()
+        self._thread = Workers("nanoinfer-metrics", 1)
         self._registry.register(self._merged)
 
     def responded(self, entry: Mapping[str, Any]) -> None:
@@ -66,10 +68,15 @@ class FrontMetrics:
         for text in texts:
             if isinstance(text, BaseException) and not isinstance(text, ReplicaLost):
                 raise text
-        self._merged.update({r: t.decode() for r, t in zip(remotes, texts, strict=True) if isinstance(t, bytes)})
+        found = {r: t.decode() for r, t in zip(remotes, texts, strict=True) if isinstance(t, bytes)}
         for group in self._groups:
             self._replicas.labels(group.names[0]).set(len(group.replicas))
-        return bytes(generate_latest(self._registry))
+
+        def merge() -> bytes:
+            self._merged.update(found)
+            return bytes(generate_latest(self._registry))
+
+        return await self._thread.run(merge)  # milliseconds for each replica
 
 
 class _Merged(Collector):

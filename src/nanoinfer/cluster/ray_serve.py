@@ -137,7 +137,8 @@ class Router(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replica for a request, then the others."""
-        known = [self._routed.setdefault(r.replica_id, _Routed(r)) for r in candidate_replicas]
+        self._routed = {r.replica_id: self._routed.get(r.replica_id) or _Routed(r) for r in candidate_replicas}
+        known = list(self._routed.values())
         if pending_request is None or not known:
             return [candidate_replicas]
         chosen = choose(known, pending_request.kwargs["blocks"], self._policy).replica
@@ -267,6 +268,8 @@ class RayGroup(Group):
         """Take note of a replica that could not be started. Raises ValueError if it does not know the secret."""
         self._check(who)
         self._failed = str(who["error"])
+        if self._handle is not None:  # one that Serve adds or replaces; `start` raises the error
+            log.error("%s: %s", self.model, self._failed)
 
     def _check(self, who: dict[str, Any]) -> None:
         if not hmac.compare_digest(str(who["secret"]), self._secret):

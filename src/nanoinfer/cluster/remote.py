@@ -15,6 +15,8 @@ from nanoinfer.cluster.link import (
     COUNTS,
     END,
     HELLO,
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
     REQUEST,
     START,
     TAKEN,
@@ -155,13 +157,8 @@ class Remote:
     async def get(self, path: str) -> bytes:
         """Return the body of the response to a GET of the front's own. Raises ReplicaLost; also if it is an error."""
         head: dict[str, Any] = {
-            "method": "GET",
-            "path": path,
-            "query_string": "",
-            "headers": [],
-            "client": None,
-            "state": {},
-        }
+            "method": "GET", "path": path, "query_string": "", "headers": [], "client": None, "state": {},
+        }  # fmt: skip
         answer, body = self.ask(head, b""), bytearray()
         try:
             while answer.num_tokens is None:
@@ -212,7 +209,7 @@ class Remotes:
 
     def connection(self) -> Link:
         """Return the protocol of a new connection."""
-        return Link(self._receive, self._lost)
+        return Link(self._receive, self._lost, MAX_HELLO_BYTES)
 
     def _receive(self, link: Link, number: int, kind: int, payload: bytes) -> None:
         if (remote := self._remotes.get(link)) is not None:
@@ -227,8 +224,8 @@ class Remotes:
                 return
             remote = Remote(link, who)
             group.join(remote)
-            self._remotes[link] = remote
-        except (ValueError, LookupError, TypeError):  # it is no replica
+            self._remotes[link], link.max_bytes = remote, MAX_FRAME_BYTES
+        except (ValueError, LookupError, TypeError, RecursionError):  # it is no replica
             link.close()
 
     def _lost(self, link: Link) -> None:

@@ -31,6 +31,8 @@ from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
 
+_KEYS = (b"authorization", b"x-api-key", b"cookie")
+
 
 class _Exchange:
     """A request that is answered."""
@@ -123,12 +125,13 @@ class Replica:
 
 
 def head_of(scope: Scope) -> dict[str, Any]:
-    """Return what a replica gets of a request's scope."""
+    """Return what a replica gets of a request's scope: not the key, which the front has checked."""
+    headers = [(name, value) for name, value in scope["headers"] if name not in _KEYS]
     return {
         "method": scope["method"],
         "path": scope["path"],
         "query_string": scope.get("query_string", b"").decode("latin-1"),
-        "headers": [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
+        "headers": [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
         "client": scope.get("client"),
         "state": {name: scope["state"][name] for name in ("request_id", "cache_salt") if name in scope["state"]},
     }

@@ -11,6 +11,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.cluster.config import ClusterConfig
@@ -60,13 +61,14 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
     """
     # The log is opened last: what Ray writes to standard error is taken from it before.
     with bound, _listener(cluster) as (listening, address), log_files(server) as access_log:
+        of_replicas = replace(server, api_key=())  # the front checks the keys
         if cluster.ray is None:
-            groups: list[Group] = [LocalGroup(i, c, server, cluster, str(address)) for i, c in enumerate(configs)]
+            groups: list[Group] = [LocalGroup(i, c, of_replicas, cluster, str(address)) for i, c in enumerate(configs)]
         else:
             from nanoinfer.cluster.ray_serve import RayGroup
 
             secret = secrets.token_hex(16)
-            groups = [RayGroup(i, c, server, cluster, address, secret) for i, c in enumerate(configs)]
+            groups = [RayGroup(i, c, of_replicas, cluster, address, secret) for i, c in enumerate(configs)]
         asyncio.run(_serve(groups, server, bound, listening, access_log))
 
 
@@ -107,7 +109,8 @@ async def _serve(
         for group in groups:  # one after the other: loading takes all cores and much memory
             await group.start()
         _check_names(groups)
-        loop.add_signal_handler(signal.SIGHUP, lambda: reloads.append(asyncio.create_task(_reload(groups))))
+        lock = asyncio.Lock()
+        loop.add_signal_handler(signal.SIGHUP, lambda: reloads.append(asyncio.create_task(_reload(groups, lock))))
         front = Front(groups)
         app = guarded(BoundRequests(front, config), config, front.metrics.responded, access_log)
         num_replicas = sum(len(group.replicas) for group in groups)
@@ -121,14 +124,15 @@ async def _serve(
         await asyncio.gather(*(group.stop() for group in groups))
 
 
-async def _reload(groups: Sequence[Group]) -> None:
-    """Load all models again, after SIGHUP."""
-    for group in groups:
-        try:
-            await group.reload()
-            log.warning("%s was loaded again", group.model)
-        except NanoinferError as e:
-            log.error("%s: the replicas that run stay", e)
+async def _reload(groups: Sequence[Group], lock: asyncio.Lock) -> None:
+    """Load all models again, after SIGHUP; one reload after the other."""
+    async with lock:
+        for group in groups:
+            try:
+                await group.reload()
+                log.warning("%s was loaded again", group.model)
+            except NanoinferError as e:
+                log.error("%s: the replicas that run stay", e)
 
 
 def _check_names(groups: Sequence[Group]) -> None:
