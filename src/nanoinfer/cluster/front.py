@@ -98,7 +98,7 @@ class Front:
         return group
 
     async def _document(self, body: bytes, salt: str | None) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """Return the JSON object of a body and the blocks of its prompt; empty without one, which the replica refuses."""
+        """Return the JSON object of a body and the blocks of its prompt; empty without one: the replica refuses it."""
 
         async def receive() -> Message:
             return {"body": body}

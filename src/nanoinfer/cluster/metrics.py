@@ -39,7 +39,7 @@ class FrontMetrics:
         self._groups = groups
         self._registry = CollectorRegistry()
         self._responses = Counter(
-            PREFIX + "http_responses", "Responses; 0: the client left before.", ("method", "status"),
+            PREFIX + "http_responses", "Responses; 0: the client left before.", ("model_name", "method", "status"),
             registry=self._registry,
         )  # fmt: skip
         self._retried = Counter(
@@ -55,7 +55,8 @@ class FrontMetrics:
 
     def responded(self, entry: Mapping[str, Any]) -> None:
         """Count a response. Args: entry: of the access log."""
-        self._responses.labels(*response_labels(entry)).inc()
+        first = self._groups[0].names[0]  # as in the dashboard's queries; many responses are to requests of no model
+        self._responses.labels(first, *response_labels(entry)).inc()
 
     def retried(self, group: Group) -> None:
         """Count a request that is sent to another replica."""
