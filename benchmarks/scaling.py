@@ -100,7 +100,7 @@ async def run(url: str, texts: list[str], load: Load, concurrency: int) -> float
 
 def check() -> None:
     """Print measured and predicted requests/s."""
-    print("| replicas | prompts | a replica is killed | in the cache | requests/s | of the model | front, us a token |")
+    print("| replicas | prompts | a replica is killed | h | requests/s | measured / model | front, us per token |")
     print("|--:|---|---|--:|--:|--:|--:|")
     for replicas in (1, 2, 4):
         for shared, kill_sec in ((0, 0.0), (16, 0.0), (0, 6.0)):
@@ -132,9 +132,9 @@ def measure(replicas: int, shared: int, kill_sec: float) -> None:
         asked, found = (metric(url, f"nanoinfer:prefix_cache_{name}_total") for name in ("queries", "hits"))
     if not kill_sec:  # else the counters of those that ended are missing
         load = replace(load, hits=found / asked, prompt=asked / len(texts))
-    kind = f"{shared} shared beginnings" if shared else "all different"
+    kind = f"{shared} shared prefixes" if shared else "all different"
     print(
-        f"| {replicas} | {kind} | {f'each {kill_sec:g} s' if kill_sec else ''} | {load.hits:.0%} | {rate:,.1f} |"
+        f"| {replicas} | {kind} | {f'every {kill_sec:g} s' if kill_sec else ''} | {load.hits:.0%} | {rate:,.1f} |"
         f" {rate / load.rate(replicas):.2f} | {front_us:.0f} |",
         flush=True,
     )
@@ -151,10 +151,10 @@ def predict(front_us: float, call_ms: float) -> None:
     cases = {
         "chat: 500 + 200 tokens": Load(500, 0.6, 200, 8.0, 0.4, 32, 86400.0, 10.0, front_us, call_ms),
         "the same without prefix hits": Load(500, 0.0, 200, 8.0, 0.4, 32, 86400.0, 10.0, front_us, call_ms),
-        "short answers: 500 + 8": Load(500, 0.6, 8, 8.0, 0.4, 32, 86400.0, 10.0, front_us, call_ms),
-        "chat, a node ends each hour": Load(500, 0.6, 200, 8.0, 0.4, 32, 3600.0, 60.0, front_us, call_ms),
+        "short outputs: 500 + 8": Load(500, 0.6, 8, 8.0, 0.4, 32, 86400.0, 10.0, front_us, call_ms),
+        "chat, a node ends every hour": Load(500, 0.6, 200, 8.0, 0.4, 32, 3600.0, 60.0, front_us, call_ms),
     }
-    print("| load | nodes | requests/s of the replicas | tokens/s | fronts | node hours of a million requests |")
+    print("| load | nodes | requests/s of the replicas | tokens/s | fronts | node hours per million requests |")
     print("|---|--:|--:|--:|--:|--:|")
     for name, load in cases.items():
         for nodes in (10, 100, 1000):

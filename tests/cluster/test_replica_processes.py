@@ -300,11 +300,11 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (
             ["shakespeare", "shakespeare-draft", "--served-model-name", "a"],
-            "served_model_name is one model's, and 2 are",
+            "served_model_name names one model, and 2 are",
         ),
         (["shakespeare", "--replicas", "-1"], "replicas=-1 is not an integer in [0, 1024]"),
         (["shakespeare", "--replicas", "9", "--cores-per-replica", "999"], "is 8991 cores and this process has"),
-        (["shakespeare", "--replicas", "2", "--measure-roofline"], "measure_roofline needs one model and one replica"),
+        (["shakespeare", "--replicas", "2", "--measure-roofline"], "measure_roofline is not supported with replicas"),
         (
             ["shakespeare", "--replicas", "2", "--engine", "dynamic"],
             "replicas=2 needs engine native, and the engine is",

@@ -18,17 +18,17 @@ class ClusterConfig:
     """
 
     replicas: int = 1
-    """Number of processes that run each model, with the same weights in memory; 0: one for each NUMA node."""
+    """Number of replicas of each model: processes that share its weights; 0: one for each NUMA node."""
     cores_per_replica: int | None = None
-    """Number of cores of each replica, which runs on no others (default: the machine's, divided among the replicas)."""
+    """Cores of each replica, to which it is pinned (default: an equal share); with ray, its CPUs (default: 1)."""
     idle_unload: float = 0.0
     """Seconds without a request after which a model is unloaded until the next one; 0: never."""
     ray: str | None = None
-    """Run the replicas on a Ray cluster: HOST:PORT, auto (that of this machine) or local (one that is started)."""
+    """Run the replicas on a Ray cluster: HOST:PORT, auto (the one on this machine) or local (start one here)."""
     max_replicas: int | None = None
-    """With ray: maximum number of replicas, of which Ray adds and removes some by the number of requests."""
+    """With ray: maximum number of replicas; Ray adds and removes replicas by the number of requests."""
     target_requests: float = 32.0
-    """With max_replicas: requests of each replica, above which Ray adds replicas."""
+    """With max_replicas: requests per replica above which Ray adds replicas."""
     routing: str = "prefix"
     """Which replica a request goes to: prefix, power-of-two or least-loaded."""
 
@@ -39,11 +39,11 @@ class ClusterConfig:
         keep_int(self, "max_replicas", 1, optional=True)
         keep_float(self, "target_requests", 0.0, 1e9, low_open=True)
         if self.max_replicas is not None and self.ray is None:
-            raise NanoinferError(f"max_replicas={self.max_replicas} needs ray, which starts replicas: give --ray, too")
+            raise NanoinferError(f"max_replicas={self.max_replicas} needs ray: give --ray ADDRESS, too")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise NanoinferError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}: raise it")
         if self.ray is not None and (self.replicas == 0 or self.idle_unload):
-            raise NanoinferError("replicas=0 and idle_unload are for one machine: leave them out with ray")
+            raise NanoinferError("replicas=0 and idle_unload are not supported with ray: leave them out")
         require_choice("routing", self.routing, POLICIES)
 
     @property

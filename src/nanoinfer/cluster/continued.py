@@ -1,8 +1,8 @@
-"""Streams that go on when their replica ends: another replica continues after the tokens that were sent.
+"""Streams that continue when their replica ends: another replica continues after the tokens that were sent.
 
-A token depends on the seed, its position and the tokens before it only. So the front asks for the ids of the tokens in
-each event, and when the replica ends, it sends the request again with these as `output_token_ids`. The client sees one
-stream, with the same text as without the failure. It asks for that with the header `X-Continue-Stream: 1`.
+A token depends only on the seed, its position and the tokens before it. So the front requests the ids of the tokens in
+each event, and when the replica ends, it sends the request again with these as `output_token_ids`. The client receives
+one stream, with the same text as without the failure. It requests this with the header `X-Continue-Stream: 1`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ContinuedStream:
 
 
 def continued_stream(scope: Scope, document: Mapping[str, Any]) -> ContinuedStream | None:
-    """Return the stream of a request that asks for this; None if it does not.
+    """Return the stream of a request that has the header; None if it has not.
 
     Raises:
         FieldError: the request is not one for a stream of one output.

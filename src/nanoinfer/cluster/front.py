@@ -1,8 +1,7 @@
 """The front: an ASGI application that passes each request on to a replica of the model that it names.
 
-A replica that ends in the middle loses no request whose response has not begun: it is sent to another replica once
-more, where it gives the same text if it has a seed. A stream that has begun ends with an error, or is continued
-(continued.py).
+If a replica ends, its requests whose response has not begun are sent once more, to another replica; with a seed the
+text is the same. A stream that has begun ends with an error, or is continued (continued.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from nanoinfer.utils.checks import show
 log = logging.getLogger("nanoinfer.server")
 
 ATTEMPTS = 2
-"""How often a request is sent to a replica: one that ends every replica must not end them all."""
+"""How often a request is sent to a replica: a request that crashes its replica must not crash all of them."""
 _MODELS = "/v1/models"
 
 
@@ -48,7 +47,7 @@ class Front:
         self.metrics = FrontMetrics(groups)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request whose body is whole. Raises the errors that are its response."""
+        """Answer a request, whose body comes in one message. Raises errors, which the caller turns into responses."""
         path = scope["path"]
         if path == "/health":
             return await self._health(send)
@@ -70,11 +69,11 @@ class Front:
                 log.warning("request %s: replica %s of %s has ended", request_id, answer.replica, group.model)
                 if answer.status and stream is None:
                     raise ResultError(
-                        "the replica that ran this request has ended: send the request again, which with a seed gives"
-                        " the same text"
+                        "the replica that ran this request has ended: send the request again; with a seed it gives the"
+                        " same text"
                     ) from None
                 num_lost += 1
-                if stream is not None and stream.num_events > num_events:  # it is not this request that ends them
+                if stream is not None and stream.num_events > num_events:  # progress: it does not crash replicas
                     num_lost, num_events = 1, stream.num_events
                 self.metrics.retried(group)
             finally:

@@ -40,7 +40,7 @@ class Group(ABC):
         self.num_waiting = 0
         """Requests that wait for a replica."""
         self.used = time.monotonic()
-        """When a request was there last, as far as it is known."""
+        """Time of the last known request (`time.monotonic`)."""
         self._changed = asyncio.Event()
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Group(ABC):
             self.described = json.loads(await self.replicas[-1].get("/v1/models"))["data"]
 
     def fail(self, who: dict[str, Any]) -> None:
-        """Take note of a replica that could not be started. Raises ValueError: nobody reports one."""
+        """Record that a replica could not start. Raises ValueError: replicas of this group do not report it."""
         raise ValueError
 
     def leave(self, remote: Remote) -> None:
@@ -91,7 +91,7 @@ class Group(ABC):
             self._changed.set()
 
     async def ask(self, head: dict[str, Any], body: bytes, blocks: Sequence[int]) -> Answer:
-        """Send a request to a replica, and return the response that comes. Waits until there is a replica.
+        """Send a request to a replica, and return its response, which has not begun. Waits until there is a replica.
 
         Args:
             head: from `replica.head_of`.
@@ -99,7 +99,7 @@ class Group(ABC):
             blocks: of its prompt (`routing.prefix_blocks`).
 
         Raises:
-            FieldError: none came in time; it is a 503.
+            FieldError: no replica was ready in time; status 503.
         """
         self.used = time.monotonic()
         self.num_waiting += 1

@@ -2,9 +2,9 @@
 
     python -m nanoinfer.cluster.host     a pickled HostSpec on standard input, which then stays open
 
-A forked replica has the memory of this process: weights, tokenizer and code are there once, and a replica adds its KV
-cache and what it writes. So a replica that has ended is replaced in milliseconds, too. The end of standard input ends
-this process and the replicas. The first line on standard output says whether the model is loaded.
+A forked replica shares the memory of this process: weights, tokenizer and code are in memory once, and a replica adds
+its KV cache and the pages that it modifies. A replica that has ended is replaced in milliseconds. The end of standard
+input ends this process and the replicas. The first line on standard output says whether the model is loaded.
 
 Only engine native survives a fork. A model of another engine runs in this process: one replica, and loaded again if it
 ends.
@@ -38,7 +38,7 @@ from nanoinfer.server.config import ServerConfig
 log = logging.getLogger("nanoinfer.server")
 
 SHORT_LIFE_SEC = 5.0
-"""A replica that ends earlier than that is replaced later and later: it may end at once again."""
+"""A replica that ends earlier is replaced after a delay, which doubles each time: it may fail at once again."""
 MAX_DELAY_SEC = 30.0
 _END_SEC = 5.0
 

@@ -53,7 +53,7 @@ class _Host:
         try:
             process.stdin.write(pickle.dumps(spec))
             line = await process.stdout.readline()
-            found = json.loads(line) if line else {"error": "its process has ended while it was loaded"}
+            found = json.loads(line) if line else {"error": "the process that loads it has ended"}
             if "error" in found:
                 raise NanoinferError(f"{printable(spec.config.model)}: {found['error']}")
         except BaseException:
@@ -124,10 +124,10 @@ class LocalGroup(Group):
             raise unavailable(str(e)) from None
 
     async def reload(self) -> None:
-        """Load the model again, then answer with the new replicas; the old ones finish what they have begun.
+        """Load the model again. When all new replicas are ready, the old ones finish their requests and end.
 
         Raises:
-            NanoinferError: it cannot be loaded. The old replicas stay.
+            NanoinferError: it cannot be loaded. The old replicas are kept.
         """
         host, old, watching = self._host, list(self.replicas), self._watching
         if host is None:
@@ -196,7 +196,7 @@ def plan_cores(cluster: ClusterConfig) -> list[list[int]]:
     """Return the cores of each replica; an empty list: all.
 
     Raises:
-        NanoinferError: the replicas want more cores than there are.
+        NanoinferError: the replicas need more cores than this process has.
     """
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(num_cpus()))
     available = available[: num_cpus()]  # a container's limit may be lower

@@ -39,11 +39,11 @@ class FrontMetrics:
         self._groups = groups
         self._registry = CollectorRegistry()
         self._responses = Counter(
-            PREFIX + "http_responses", "Responses; 0: the client left before.", ("model_name", "method", "status"),
-            registry=self._registry,
+            PREFIX + "http_responses", "Responses; status 0: the client disconnected before.",
+            ("model_name", "method", "status"), registry=self._registry,
         )  # fmt: skip
         self._retried = Counter(
-            PREFIX + "requests_retried", "Requests that were sent to another replica, because theirs had ended.",
+            PREFIX + "requests_retried", "Requests that were sent again because their replica had ended.",
             ("model_name",), registry=self._registry,
         )  # fmt: skip
         self._replicas = Gauge(
@@ -81,7 +81,7 @@ class FrontMetrics:
 
 
 class _Merged(Collector):
-    """Sums what the replicas say."""
+    """The metrics of all replicas, summed."""
 
     def __init__(self) -> None:
         self._families: dict[str, Metric] = {}  # name -> the family without samples
@@ -90,7 +90,7 @@ class _Merged(Collector):
         """Counters and histograms of replicas that have ended."""
 
     def update(self, texts: Mapping[Remote, str]) -> None:
-        """Take over what each replica says now. Those that are missing have ended."""
+        """Store the latest metrics of each replica. Replicas that are missing have ended."""
         for remote in [r for r in self._latest if r not in texts]:
             for name, samples in self._latest.pop(remote).items():
                 if self._families[name].type != "gauge":

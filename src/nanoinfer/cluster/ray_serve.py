@@ -43,7 +43,7 @@ log = logging.getLogger("nanoinfer.server")
 
 LOOPBACK = "127.0.0.1"
 MAX_NUM_SEQS, MAX_NUM_TOKENS = 64, 1 << 18
-"""Of a replica, as the router supposes: Serve does not tell it."""
+"""Assumed for each replica: Serve does not pass the real values to the router."""
 _HEALTH_SEC, _POLL_SEC = 2.0, 0.05
 _LOGGING = {"log_level": "ERROR", "enable_access_log": False}
 
@@ -61,7 +61,7 @@ class RayReplica:
             config: of the model.
             server: of the server.
             address: where the front listens.
-            who: the number of the model, and the secret that the front knows its replicas by.
+            who: the number of the model, and the secret that authenticates the replica.
             expected: the versions of the front (`connect.versions`).
         """
         who = {**who, "replica": serve.get_replica_context().replica_id.unique_id}
@@ -101,21 +101,21 @@ def node_address() -> str:
 
 
 def _bind_to_loopback() -> None:
-    """Let Serve bind the port of this replica to loopback. Ray Serve 2.60 binds it to all addresses."""
+    """Make Serve bind the port of this replica to loopback. Ray Serve 2.60 binds it to all addresses."""
     module: Any = importlib.import_module("ray.serve._private.replica")
     add_port = module.add_port_to_grpc_server
     module.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
 
 
 async def _report(address: tuple[str, int], who: dict[str, Any]) -> None:
-    """Tell the front why a replica has not started."""
+    """Report to the front why a replica has not started."""
     link = await connect(address, lambda *frame: None, lambda link: None)
     link.send(0, HELLO, json.dumps(who).encode())
     link.close()
 
 
 class _Routed:
-    """A replica, as the router sees it."""
+    """What the router stores of a replica."""
 
     max_num_seqs = MAX_NUM_SEQS
 
@@ -169,7 +169,7 @@ class RayGroup(Group):
         server: of the server.
         cluster: how many replicas.
         address: where the front listens for them.
-        secret: that they know.
+        secret: by which they authenticate themselves.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class RayGroup(Group):
         super().join(remote)
 
     def fail(self, who: dict[str, Any]) -> None:
-        """Take note of a replica that could not be started. Raises ValueError if it does not know the secret."""
+        """Record that a replica could not start. Raises ValueError if it does not know the secret."""
         self._check(who)
         self._failed = str(who["error"])
         if self._handle is not None:  # one that Serve adds or replaces; `start` raises the error
@@ -276,7 +276,7 @@ class RayGroup(Group):
             raise ValueError
 
     async def ask(self, head: dict[str, Any], body: bytes, blocks: Sequence[int]) -> Answer:
-        """Send a request to a replica, and return the response that comes. Serve waits until there is a replica."""
+        """Send a request to a replica, and return its response, which has not begun. Serve waits for a replica."""
         answer = _RayAnswer(self._answers)
         answer.call = asyncio.create_task(_wait(self._handle.remote(answer.number, head, body, blocks=blocks), answer))
         self._calls.add(answer.call)  # the event loop keeps no reference

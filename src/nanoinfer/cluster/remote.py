@@ -128,7 +128,7 @@ class Remote:
 
     Args:
         link: to it.
-        who: of its HELLO.
+        who: the content of its HELLO.
     """
 
     def __init__(self, link: Link, who: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class Joined(Protocol):
         """Remove a replica whose connection has ended."""
 
     def fail(self, who: dict[str, Any]) -> None:
-        """Take note of a replica that could not be started. Raises ValueError to refuse the report."""
+        """Record that a replica could not start. Raises ValueError to refuse the report."""
 
 
 class Remotes:

@@ -49,7 +49,7 @@ class Replica:
 
     Args:
         app: the routes, which get the whole body of a request (`build_routes`).
-        who: what HELLO says.
+        who: the content of HELLO.
     """
 
     def __init__(self, app: ASGIApp, who: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Replica:
 
 
 def head_of(scope: Scope) -> dict[str, Any]:
-    """Return what a replica gets of a request's scope: not the key, which the front has checked."""
+    """Return what a replica receives of a request's scope: no API key, which the front has checked."""
     headers = [(name, value) for name, value in scope["headers"] if name not in _KEYS]
     return {
         "method": scope["method"],
@@ -154,7 +154,7 @@ def _scope(head: dict[str, Any]) -> Scope:
 
 
 def describe(llm: AsyncLLM, names: Sequence[str]) -> dict[str, Any]:
-    """Return what HELLO says of a model. Args: names: of the model in requests."""
+    """Return the description of a model for HELLO. Args: names: of the model in requests."""
     limits = llm.llm.core.engine.limits
     return {"names": names, "max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_cached_tokens}
 

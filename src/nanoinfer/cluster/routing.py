@@ -1,9 +1,9 @@
 """Which replica a request goes to: the one that holds the longest prefix of its prompt, unless that one is overloaded.
 
-The front has no tokenizer and does not know what a replica's cache holds. It estimates it: the text of a request is cut
-into blocks, each block's hash covers those before it, and a table for each replica has the blocks of the requests that
-went there, the least recently used dropped, as many as the replica's cache has room for. That is the idea of
-SGLang's cache-aware router and of Ray Serve's PrefixCacheAffinityRouter, with hashes in the place of a tree.
+The front has no tokenizer and does not know the content of a replica's cache, so it estimates it: the text of a request
+is divided into blocks, and the hash of a block covers those before it. A table for each replica has the blocks of its
+requests, as many as its cache has room for; the least recently used are dropped first. This is the idea of SGLang's
+cache-aware router and of Ray Serve's PrefixCacheAffinityRouter, with hashes in the place of a tree.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PrefixTable:
 
 
 class Routed(Protocol):
-    """A replica, as the choice sees it."""
+    """What `choose` needs of a replica."""
 
     prefixes: PrefixTable
     max_num_seqs: int

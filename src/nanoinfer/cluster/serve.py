@@ -35,15 +35,15 @@ def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
     """Check options before anything is loaded.
 
     Raises:
-        NanoinferError: they do not go together, or want more cores than there are.
+        NanoinferError: options exclude each other, or need more cores than this process has.
     """
     models = [config.model for config in configs]
     if again := next((m for i, m in enumerate(models) if m in models[:i]), None):
         raise NanoinferError(f"the model {printable(again)} is given twice: use --replicas for several of one model")
     if server.served_model_name and len(models) > 1:
-        raise NanoinferError(f"served_model_name is one model's, and {len(models)} are given: leave it out")
+        raise NanoinferError(f"served_model_name names one model, and {len(models)} are given: leave it out")
     if server.measure_roofline:
-        raise NanoinferError("measure_roofline needs one model and one replica, which have the machine to themselves")
+        raise NanoinferError("measure_roofline is not supported with replicas or several models: leave it out")
     plan_cores(cluster)
 
 
@@ -59,7 +59,7 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
     Raises:
         NanoinferError: a model cannot be loaded.
     """
-    # The log is opened last: what Ray writes to standard error is taken from it before.
+    # The log is opened last: `connected` has then redirected what Ray writes to standard error.
     with bound, _listener(cluster) as (listening, address), log_files(server) as access_log:
         of_replicas = replace(server, api_key=())  # the front checks the keys
         if cluster.ray is None:
@@ -76,8 +76,8 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
 def _listener(cluster: ClusterConfig) -> Iterator[tuple[socket.socket, Any]]:
     """Yield a socket on which the front listens for replicas, and its address.
 
-    On one machine it is in a folder of this user's alone, so no other process connects. On a cluster it has the address
-    of the node, and replicas know a secret.
+    On one machine it is in a folder that only this user can open. On a cluster it has the address of the node, and the
+    replicas authenticate themselves by a secret.
     """
     if cluster.ray is None:
         with tempfile.TemporaryDirectory(prefix="nanoinfer-") as folder, socket.socket(socket.AF_UNIX) as listening:
@@ -132,7 +132,7 @@ async def _reload(groups: Sequence[Group], lock: asyncio.Lock) -> None:
                 await group.reload()
                 log.warning("%s was loaded again", group.model)
             except NanoinferError as e:
-                log.error("%s: the replicas that run stay", e)
+                log.error("%s: the replicas that run are kept", e)
 
 
 def _check_names(groups: Sequence[Group]) -> None:

@@ -22,7 +22,7 @@ LOCAL = "local"
 CONNECT_SEC = 5.0
 LOCAL_STORE_BYTES = 512 << 20
 """Shared memory of a local cluster: blocks have 64 KiB."""
-# They are read when ray is imported.
+# Ray reads these variables when it is imported.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s)."}  # Ray prints no errors of others on stdout
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # Ray waits 10 minutes for an address where something else answers.
@@ -73,7 +73,8 @@ def connected(address: str) -> Iterator[None]:
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as e:  # ConnectionError, RuntimeError (another version), errors of gRPC
-            raise NanoinferError(f"--ray {address}: {one_line(e)}") from None
+            hint = ": set RAY_AUTH_MODE=token if it requires a token" if isinstance(e, ConnectionError) else ""
+            raise NanoinferError(f"--ray {address}: {one_line(e)}{hint}") from None
         try:
             yield
         finally:
@@ -82,7 +83,7 @@ def connected(address: str) -> Iterator[None]:
 
 @contextmanager
 def _own_stderr() -> Iterator[None]:
-    """Take descriptor 2 from Ray, whose C++ code writes what is in its logs to it, too; sys.stderr stays."""
+    """Redirect descriptor 2 to /dev/null: Ray's C++ code also writes its log there. sys.stderr still works."""
     before, kept, sink = sys.stderr, os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         if before is sys.__stderr__:

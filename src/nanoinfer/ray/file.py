@@ -1,8 +1,8 @@
 """One output for one or several files: the records of a cluster, written and continued as those of one machine.
 
 The output and its checkpoints are those of `nanoinfer batch` without a cluster, which continues what this has begun,
-and the other way round. A checkpoint needs the place and the hash of each line: the files are read in step with the
-records. So a line that is no more what an actor has read is noticed, too.
+and the other way round. A checkpoint needs the place and the hash of each line, so the files are read in step with the
+records. This also detects a line that has changed since an actor read it.
 """
 
 from __future__ import annotations

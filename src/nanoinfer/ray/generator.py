@@ -25,13 +25,13 @@ class Generator:
 
     A row has the columns of a line of a batch file: `prompt`, `prompt_token_ids` or `messages`, and any field of
     SamplingParams; or `url`, `method` and `body`, OpenAI's form. Its result has the columns of the row and those of a
-    record: `outputs`, `usage`, `seed` and `error`, of which an invalid row has the last; or `response` (JSON text) and
-    `error`. The rows of all batches that an actor works on run together.
+    record: `outputs`, `usage`, `seed` and `error` (the only one that an invalid row has); or `response` (JSON text) and
+    `error`. An actor generates for the rows of all batches that it has at the same time.
 
     Args:
         model: as of `LLM`.
-        sampling_params: what rows do not say: SamplingParams, or a dict of its fields; None: the model's.
-        seed: with `number`, or the row, it determines the seed of a row without one.
+        sampling_params: defaults for the rows: SamplingParams, or a dict of its fields; None: the model's.
+        seed: the seed of a row without one is derived from this and from its number, or from the row.
         number: column of integers from which these seeds are derived; None: from the row's fields, so that equal rows
             have equal outputs. Seeds never depend on the batch or the actor.
         chat_template: Jinja template to use instead of the model's own.

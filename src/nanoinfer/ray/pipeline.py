@@ -2,10 +2,10 @@
 
     pieces -> read tasks -> blocks of lines -> actors with a model each -> blocks of records -> this process, in order
 
-Ray runs tasks of workers, actors and nodes that died again, on others; what it cannot repair (a node that took the
-only copy of something with it) ends the pipeline, and the rest of the pieces gets a new one. Both give the same bytes,
-because a record is a function of its line. Faults of the input, the model and the engine are rows with a `fault`: they
-arrive in order, once, and are not tried again.
+Ray repeats the tasks of dead workers, actors and nodes on others. A loss that it cannot repair (a node with the only
+copy of a result) ends the pipeline, and a new one runs the remaining pieces. Both give the same bytes, because a record
+is a function of its line. Faults of the input, the model and the engine are rows with a `fault`: they arrive in order,
+once, and are not tried again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ READ_TASKS = 4
 FAILURES = 3
 """Pipelines that may end one after the other without a result."""
 PLACEMENT_SEC = 30.0
-"""How long a cluster may have too few CPUs for the actors before the rest goes on with fewer."""
+"""How long a cluster may have too few CPUs for the actors before the batch continues with fewer."""
 
 
 def answers(pieces: Sequence[Piece], job: Job, skip: int = 0) -> Generator[Answer, None, None]:

@@ -3,7 +3,7 @@
     call 1: lines a b c -> [ queue ] -> BatchRunner -> records a b c -> the future of call 1
     call 2: lines d e   -> [       ]    (one thread)           d e   -> the future of call 2
 
-So the lines of all calls in flight run together, and a call that is nearly done leaves no slot empty.
+The lines of all calls in flight run together, so no slot is empty while a call finishes.
 """
 
 from __future__ import annotations
