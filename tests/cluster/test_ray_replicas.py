@@ -163,6 +163,7 @@ def test_reloading_replaces_the_replicas_without_an_error(server: ServerProcess,
         (["shakespeare", "--ray", "local", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2 is less than"),
         (["shakespeare", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1 does not answer"),
         (["nothing/there.gguf", "--ray", "local"], "node 127.0.0.1"),
+        (["shakespeare", "--ray", "local", "--replicas", "99"], "99 replicas of 1 CPUs do not fit into the cluster"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str) -> None:

@@ -103,3 +103,15 @@ def disturb(made: Any, rng: random.Random) -> None:
     elif len(made.worker_nodes) == 2:
         made.remove_node(rng.choice(sorted(made.worker_nodes, key=lambda node: node.unique_id)), allow_graceful=False)
         made.add_node(**NODE, num_cpus=1)
+
+
+@pytest.mark.slow
+def test_the_replicas_end_when_the_front_is_killed() -> None:
+    with cluster(0, 1, 1) as made:
+        with serving("shakespeare", "--ray", made.address, "--replicas", "2") as server:
+            assert num_replicas(server) == 2
+            server.process.kill()
+            server.wait()
+        until(lambda: not replicas(made), "the replicas go on")
+        with serving("shakespeare", "--ray", made.address, "--replicas", "2") as server:  # their CPUs are free
+            assert num_replicas(server) == 2

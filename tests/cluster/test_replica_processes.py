@@ -304,6 +304,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (["shakespeare", "--replicas", "-1"], "replicas=-1 is not an integer in [0, 1024]"),
         (["shakespeare", "--replicas", "9", "--cores-per-replica", "999"], "is 8991 cores and this process has"),
+        (["shakespeare", "--replicas", "0", "--cores-per-replica", "1"], "cores_per_replica=1 needs a number of"),
         (["shakespeare", "--replicas", "2", "--measure-roofline"], "measure_roofline is not supported with replicas"),
         (
             ["shakespeare", "--replicas", "2", "--engine", "dynamic"],

@@ -38,6 +38,10 @@ class ClusterConfig:
         keep_float(self, "idle_unload", 0.0, 1e9)
         keep_int(self, "max_replicas", 1, optional=True)
         keep_float(self, "target_requests", 0.0, 1e9, low_open=True)
+        if self.replicas == 0 and self.cores_per_replica is not None:
+            raise NanoinferError(
+                f"cores_per_replica={self.cores_per_replica} needs a number of replicas: give --replicas"
+            )
         if self.max_replicas is not None and self.ray is None:
             raise NanoinferError(f"max_replicas={self.max_replicas} needs ray: give --ray ADDRESS, too")
         if self.max_replicas is not None and self.max_replicas < self.replicas:

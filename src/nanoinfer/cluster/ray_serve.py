@@ -27,14 +27,14 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.group import Group
-from nanoinfer.cluster.link import HELLO, connect
+from nanoinfer.cluster.link import HELLO, Link, connect
 from nanoinfer.cluster.remote import Answer, Answers, Remote
 from nanoinfer.cluster.replica import Replica, describe
 from nanoinfer.cluster.routing import TOKENS_PER_BLOCK, PrefixTable, choose
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, one_line, printable
-from nanoinfer.ray.connect import check_versions, node_name, versions
+from nanoinfer.ray.connect import capacity, check_versions, node_name, versions
 from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.utils.workers import Workers
@@ -64,7 +64,13 @@ class RayReplica:
             who: the number of the model, and the secret that authenticates the replica.
             expected: the versions of the front (`connect.versions`).
         """
-        who = {**who, "replica": serve.get_replica_context().replica_id.unique_id}
+        context = serve.get_replica_context()
+        who = {**who, "replica": context.replica_id.unique_id}
+        try:
+            (await _connect(address)).close()
+        except OSError:  # the front was killed: Serve would start its replicas again and again
+            await asyncio.to_thread(lambda: serve.delete(context.app_name, _blocking=False))
+            raise
         try:
             check_versions(expected)
             self._llm = await asyncio.to_thread(AsyncLLM.from_config, config)
@@ -94,6 +100,15 @@ class RayReplica:
             raise RuntimeError("the connection to the front has ended")
 
 
+def check_capacity(num_replicas: int, cores: int) -> None:
+    """Raise NanoinferError if the cluster has too few CPUs: Serve would wait for others without a word."""
+    if (most := capacity(cores)) < num_replicas:
+        raise NanoinferError(
+            f"{num_replicas} replicas of {cores} CPUs do not fit into the cluster, which has CPUs for {most}: lower"
+            " --replicas or --cores-per-replica, or add nodes"
+        )
+
+
 def node_address() -> str:
     """Return the address of this node, to which Ray binds its ports."""
     address: str = ray.util.get_node_ip_address()
@@ -107,9 +122,13 @@ def _bind_to_loopback() -> None:
     module.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
 
 
+async def _connect(address: tuple[str, int]) -> Link:
+    return await connect(address, lambda *frame: None, lambda link: None)
+
+
 async def _report(address: tuple[str, int], who: dict[str, Any]) -> None:
     """Report to the front why a replica has not started."""
-    link = await connect(address, lambda *frame: None, lambda link: None)
+    link = await _connect(address)
     link.send(0, HELLO, json.dumps(who).encode())
     link.close()
 

@@ -44,7 +44,8 @@ def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
         raise NanoinferError(f"served_model_name names one model, and {len(models)} are given: leave it out")
     if server.measure_roofline:
         raise NanoinferError("measure_roofline is not supported with replicas or several models: leave it out")
-    plan_cores(cluster)
+    if cluster.ray is None:
+        plan_cores(cluster)
 
 
 def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterConfig, bound: socket.socket) -> None:
@@ -65,8 +66,9 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
         if cluster.ray is None:
             groups: list[Group] = [LocalGroup(i, c, of_replicas, cluster, str(address)) for i, c in enumerate(configs)]
         else:
-            from nanoinfer.cluster.ray_serve import RayGroup
+            from nanoinfer.cluster.ray_serve import RayGroup, check_capacity
 
+            check_capacity(len(configs) * cluster.replicas, cluster.cores_per_replica or 1)
             secret = secrets.token_hex(16)
             groups = [RayGroup(i, c, of_replicas, cluster, address, secret) for i, c in enumerate(configs)]
         asyncio.run(_serve(groups, server, bound, listening, access_log))

@@ -47,7 +47,7 @@ export class Conversation {
     for (const message of messages) {
       const answer = message.role === "assistant" ? new Answer(this.#parent, { model }) : undefined;
       const calls = message.tool_calls?.map((call, index) => ({ ...call, index }));
-      answer?.add({ choices: [{ index: 0, delta: { ...message, tool_calls: calls } }] });
+      answer?.add({ choices: [{ index: 0, delta: { ...message, tool_calls: calls }, token_ids: [] }] });
       answer?.format();
       this.add(message, answer);
     }
