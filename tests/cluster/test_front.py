@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from helpers.asgi import Response, call, post, until
 from helpers.replicas import Setup, front
 from nanoinfer import NanoinferError
+from nanoinfer.cluster import metrics
 from nanoinfer.cluster.link import WINDOW_BYTES
+from nanoinfer.cluster.remote import Answers
 from nanoinfer.openai_protocol import COMPLETIONS
 from nanoinfer.server.access_log import count_tokens
 from nanoinfer.server.auth import combined_salt
@@ -268,6 +271,7 @@ def test_a_stream_is_continued_on_another_replica(tmp_path: Path, until_token: i
         (COMPLETIONS, {"prompt": "a", "stream": True, "n": 2}, "n"),
         (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "stream": True, "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "output_token_ids": 7}, "output_token_ids"),
         ("/v1/responses", {"input": "a", "stream": True}, "stream"),
     ],
 )
@@ -326,12 +330,12 @@ def test_the_model_of_a_request(tmp_path: Path, path: str, body: Any, expected: 
     assert json.loads(run(main()).content)["text"] == expected
 
 
-@pytest.mark.parametrize("name", ["c", 7, None, ["a"]])
+@pytest.mark.parametrize("name", ["c", 7, None, ["a"], {"a": 1}])
 def test_an_unknown_model(tmp_path: Path, name: Any) -> None:
     async def main() -> Response:
         async with front(tmp_path, ("a", "b")) as setup:
             await setup.add(0, 0, says("of a"))
-            return await post(setup.app, {"model": name})
+            return await post(setup.app, {"model": name, "prompt": "a"})
 
     found = run(main())
     if name is None:
@@ -357,18 +361,34 @@ def test_health_and_models(tmp_path: Path) -> None:
     run(main())
 
 
-def _metrics(count: int, usage: float) -> ASGIApp:
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models"])
+def test_other_methods_than_get_are_the_replicas_to_refuse(tmp_path: Path, path: str) -> None:
+    async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond_json(send, {"path": scope["path"]}, 405)
+
+    async def main() -> None:
+        async with front(tmp_path) as setup:
+            await setup.add(0, 0, refuses)
+            for method in ("POST", "OPTIONS"):
+                assert (await call(setup.app, method, path)).status == 405
+
+    run(main())
+
+
+def _metrics(count: int, usage: float, model: str = "a", until: asyncio.Event | None = None) -> ASGIApp:
     text = f"""# TYPE nanoinfer:generation_tokens_total counter
-nanoinfer:generation_tokens_total{{model_name="a"}} {count}
+nanoinfer:generation_tokens_total{{model_name="{model}"}} {count}
 # TYPE nanoinfer:kv_cache_usage_perc gauge
-nanoinfer:kv_cache_usage_perc{{model_name="a"}} {usage}
+nanoinfer:kv_cache_usage_perc{{model_name="{model}"}} {usage}
 # TYPE nanoinfer:ttft histogram
-nanoinfer:ttft_bucket{{model_name="a",le="+Inf"}} {count}
-nanoinfer:ttft_count{{model_name="a"}} {count}
-nanoinfer:ttft_sum{{model_name="a"}} 1.5
+nanoinfer:ttft_bucket{{model_name="{model}",le="+Inf"}} {count}
+nanoinfer:ttft_count{{model_name="{model}"}} {count}
+nanoinfer:ttft_sum{{model_name="{model}"}} 1.5
 """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if until is not None:
+            await until.wait()
         await respond(send, text.encode(), content_type=b"text/plain")
 
     return app
@@ -398,6 +418,51 @@ def test_metrics_are_summed_and_by_replica(tmp_path: Path) -> None:
             assert not any('replica="0"' in line for line in lines)
 
     run(main())
+
+
+def test_a_mean_is_of_the_replicas_of_one_model(tmp_path: Path) -> None:
+    async def main() -> str:
+        async with front(tmp_path, ("a", "b")) as setup:
+            await setup.add(0, 0, _metrics(5, 0.5))
+            await setup.add(1, 0, _metrics(5, 0.25, "b"))
+            await setup.add(1, 1, _metrics(5, 0.75, "b"))
+            return (await call(setup.app, path="/metrics")).content.decode()
+
+    lines = run(main()).splitlines()
+    assert 'nanoinfer:kv_cache_usage_perc{model_name="a"} 0.5' in lines
+    assert 'nanoinfer:kv_cache_usage_perc{model_name="b"} 0.5' in lines
+
+
+def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had counted stays, once, until it answers again."""
+
+    async def main() -> None:
+        async with front(tmp_path) as setup:
+            answers = asyncio.Event()
+            await setup.add(0, 0, _metrics(5, 0.5))
+            await setup.add(0, 1, _metrics(7, 0.25, until=answers))
+            counted = []
+            for seconds in (30.0, 0.01, 0.01, 30.0):
+                monkeypatch.setattr(metrics, "REPLICA_SEC", seconds)
+                (answers.set if seconds > 1 else answers.clear)()
+                text = (await call(setup.app, path="/metrics")).content.decode()
+                counted.append([line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")])
+            assert counted == [['nanoinfer:generation_tokens_total{model_name="a"} 12.0']] * 4
+            answers.set()
+
+    run(main())
+
+
+def test_numbers_of_exchanges_are_not_stored() -> None:
+    answers = Answers()
+    tracemalloc.start()
+    try:
+        numbers = {number for number in (answers.number() for _ in range(10_000)) if number < 3}
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert numbers == {1, 2}
+    assert size < 10_000
 
 
 def test_a_connection_that_does_not_say_who_it_is_ends(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Scope
 
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError
+from nanoinfer.utils.checks import show
 
 HEADER = b"x-continue-stream"
 
@@ -24,12 +25,18 @@ class ContinuedStream:
 
     Args:
         document: the body of the request.
+
+    Raises:
+        FieldError: its output_token_ids are no list.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         seed = document.get("seed")
         self._document = {**document, "return_token_ids": True, "seed": secrets.randbits(31) if seed is None else seed}
-        self._token_ids = list(document.get("output_token_ids") or ())
+        given = document.get("output_token_ids") or []
+        if not isinstance(given, list):
+            raise FieldError(f"output_token_ids={show(given)} is not a list", "output_token_ids")
+        self._token_ids = list(given)
         self._rest = b""
         self._held: list[bytes] = []
         self._id: bytes | None = None
@@ -83,7 +90,7 @@ def continued_stream(scope: Scope, document: Mapping[str, Any]) -> ContinuedStre
     """Return the stream of a request that has the header; None if it has not.
 
     Raises:
-        FieldError: the request is not one for a stream of one output.
+        FieldError: the request is not one for a stream of one output, or as for ContinuedStream.
     """
     if all(name != HEADER or value == b"0" for name, value in scope["headers"]):
         return None

@@ -48,12 +48,12 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whose body comes in one message. Raises errors, which the caller turns into responses."""
-        path = scope["path"]
+        path = scope["path"] if scope["method"] in ("GET", "HEAD") else None  # a replica refuses other methods
         if path == "/health":
             return await self._health(send)
         if path == "/metrics":
             return await respond(send, await self.metrics.exposition(), content_type=METRICS_TYPE)
-        if path == _MODELS and scope["method"] == "GET":
+        if path == _MODELS:
             return await self._models(scope, send)
         body: bytes = (await receive())["body"]
         document, blocks = await self._document(body, scope["state"].get("cache_salt"))

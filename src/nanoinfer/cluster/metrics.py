@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _MEANS = (PREFIX + "kv_cache_usage_perc",)
 """Gauges of which the replicas' mean is shown."""
 _NOT_SUMMED = "_created"
+REPLICA_SEC = 2.0
+"""How long the metrics wait for a replica; what one that hangs had counted before is shown."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels of a sample -> its value."""
 
@@ -64,12 +67,17 @@ class FrontMetrics:
 
     async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        remotes = [remote for group in self._groups for remote in group.replicas]
-        texts = await asyncio.gather(*(remote.get("/metrics") for remote in remotes), return_exceptions=True)
-        for text in texts:
-            if isinstance(text, BaseException) and not isinstance(text, ReplicaLost):
-                raise text
-        found = {r: t.decode() for r, t in zip(remotes, texts, strict=True) if isinstance(t, bytes)}
+        asked = {r: asyncio.create_task(r.get("/metrics")) for group in self._groups for r in group.replicas}
+        found: dict[Remote, str | None] = {}
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=REPLICA_SEC)
+        finally:
+            for task in asked.values():
+                task.cancel()  # what has ended stays as it is
+        for remote, task in asked.items():
+            with suppress(ReplicaLost):
+                found[remote] = task.result().decode() if task.done() else None
         for group in self._groups:
             self._replicas.labels(group.names[0]).set(len(group.replicas))
 
@@ -89,13 +97,15 @@ class _Merged(Collector):
         self._ended: dict[str, Samples] = defaultdict(lambda: defaultdict(float))
         """Counters and histograms of replicas that have ended."""
 
-    def update(self, texts: Mapping[Remote, str]) -> None:
-        """Store the latest metrics of each replica. Replicas that are missing have ended."""
+    def update(self, texts: Mapping[Remote, str | None]) -> None:
+        """Store the latest metrics of each replica; None: it has not answered. Replicas that are missing have ended."""
         for remote in [r for r in self._latest if r not in texts]:
             for name, samples in self._latest.pop(remote).items():
                 if self._families[name].type != "gauge":
                     _add(self._ended[name], samples)
         for remote, text in texts.items():
+            if text is None:
+                continue
             found: dict[str, Samples] = {}
             for family in text_string_to_metric_families(text):
                 if family.name.endswith(_NOT_SUMMED):
@@ -115,7 +125,8 @@ class _Merged(Collector):
             for samples in (latest.get(name, {}) for latest in self._latest.values()):
                 _add(total, samples)
             if name in _MEANS:
-                total = {key: value / len(self._latest) for key, value in total.items()}
+                of = [latest.get(name, {}) for latest in self._latest.values()]
+                total = {key: value / sum(key in samples for samples in of) for key, value in total.items()}
             yield _metric(family, name, total)
             if family.type in ("counter", "gauge"):
                 by_replica: Samples = {}

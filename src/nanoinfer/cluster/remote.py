@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any, Protocol
 
 from nanoinfer.cluster.link import (
@@ -36,11 +35,12 @@ class Answers(dict[int, "Answer"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers = cycle(range(1, 1 << 32))
+        self._last = 0
 
     def number(self) -> int:
-        """Return the number of a new exchange."""
-        return next(self._numbers)
+        """Return the number of a new exchange: 1 to 2**32 - 1, and from the beginning again."""
+        self._last = self._last % 0xFFFFFFFF + 1
+        return self._last
 
 
 class Answer:

@@ -79,7 +79,7 @@ def prefix_blocks(document: Mapping[str, Any], salt: str | None) -> list[int]:
     if not isinstance(prompt, str):
         prompt = json.dumps(prompt, ensure_ascii=False)
     before = [document.get(name) for name in _BEFORE]
-    found, last = [], hash((salt, json.dumps(before) if any(before) else "", document.get("model")))
+    found, last = [], hash((salt, json.dumps(before) if any(before) else "", repr(document.get("model"))))
     for at in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_CHARS), BLOCK_CHARS):
         last = hash((last, prompt[at : at + BLOCK_CHARS]))
         found.append(last)
