@@ -310,6 +310,24 @@ def test_a_request_waits_for_a_replica(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_request_is_sent_in_the_turn_in_which_a_replica_is_there(tmp_path: Path) -> None:
+    async def main() -> Response:
+        async with front(tmp_path) as setup:
+            remote, (group,) = await setup.add(0, 0, says("short")), setup.groups
+            group.leave(remote)
+            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
+            await until(lambda: group.num_waiting == 1)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            group.join(remote)
+            asyncio.get_running_loop().call_soon(group.leave, remote)
+            found = await asking
+            remote.link.close()
+            return found
+
+    assert run(main()).status == 201
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import anyio
+
 from nanoinfer.cluster.remote import Answer, Remote, ReplicaLost
 from nanoinfer.cluster.routing import choose
 from nanoinfer.errors import printable
@@ -104,8 +106,11 @@ class Group(ABC):
         self.used = time.monotonic()
         self.num_waiting += 1
         try:
-            await asyncio.wait_for(self._until_ready(), START_TIMEOUT_SEC)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(
+                START_TIMEOUT_SEC
+            ):  # in this task: a replica that is there now may leave in the next turn
+                await self._until_ready()
+        except TimeoutError:
             raise unavailable(f"the model {printable(self.names[0])} has no replica: try again later") from None
         finally:
             self.num_waiting -= 1
@@ -115,6 +120,7 @@ class Group(ABC):
         await self.wake()
         while not self.replicas:
             await self.change()
+            await self.wake()  # the model may have been unloaded meanwhile
 
     async def change(self) -> None:
         """Wait until a replica has joined or left."""

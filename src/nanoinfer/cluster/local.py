@@ -95,6 +95,7 @@ class LocalGroup(Group):
             config = replace(config, engine=replace(config.engine, threads=config.engine.threads or len(cores[0])))
         self._spec = HostSpec(config, server, address, number, 0, cores)
         self._idle_unload = cluster.idle_unload
+        self._oldest = 0  # generation of replicas that may join
         self._host: _Host | None = None
         self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -104,17 +105,22 @@ class LocalGroup(Group):
         """Whether requests can be answered, after the model is loaded if it was unloaded."""
         return self._host is None or bool(self.replicas)
 
+    def _is_new(self, remote: Remote) -> bool:
+        return bool(remote.who["generation"] >= self._oldest)
+
+    def join(self, remote: Remote) -> None:
+        """Add a replica that has connected. Raises ValueError if its host was replaced: it may have other weights."""
+        if not self._is_new(remote):
+            raise ValueError
+        super().join(remote)
+
     async def start(self) -> None:
         """Start the replicas, and return when all are ready. Raises NanoinferError if the model cannot be loaded."""
         if self._host is not None:
             return
-        if self._starting is None:
+        if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start())
-        try:
-            await asyncio.shield(self._starting)
-        finally:
-            if self._starting is not None and self._starting.done():
-                self._starting = None
+        await asyncio.shield(self._starting)
 
     async def wake(self) -> None:
         """Start a model that was unloaded. Raises FieldError, a 503, if it cannot be loaded."""
@@ -129,13 +135,17 @@ class LocalGroup(Group):
         Raises:
             NanoinferError: it cannot be loaded. The old replicas are kept.
         """
-        host, old, watching = self._host, list(self.replicas), self._watching
-        if host is None:
+        if (host := self._host) is None:
             return  # unloaded: the next request loads what is there then
-        await self._start()
-        if watching is not None:
-            watching.cancel()
-        self.replicas = [remote for remote in self.replicas if remote not in old]
+        assert self._watching is not None
+        self._watching.cancel()  # it would unload an idle model, or load it a second time, while it is loaded here
+        try:
+            await self._start()
+        except NanoinferError:
+            self._watching = asyncio.create_task(self._watch(host))
+            raise
+        old = [remote for remote in self.replicas if not self._is_new(remote)]
+        self.replicas = [remote for remote in self.replicas if self._is_new(remote)]
         while any(remote.num_in_flight for remote in old):
             await asyncio.sleep(_POLL_SEC)
         await host.end(old)
@@ -143,8 +153,7 @@ class LocalGroup(Group):
     async def stop(self) -> None:
         """End the replicas."""
         for task in (self._starting, self._watching):
-            if task is not None:
-                task.cancel()
+            if task is not None and task.cancel():
                 with suppress(asyncio.CancelledError, NanoinferError):
                     await task
         await self._unload()
@@ -159,7 +168,7 @@ class LocalGroup(Group):
         except BaseException:
             await host.end()
             raise
-        self._host, self.used = host, time.monotonic()
+        self._host, self._oldest, self.used = host, spec.generation, time.monotonic()
         self._watching = asyncio.create_task(self._watch(host))
 
     async def _watch(self, host: _Host) -> None:
@@ -186,8 +195,9 @@ class LocalGroup(Group):
 
     async def _unload(self) -> None:
         """End the connections, the replicas and the host."""
-        host, self._host = self._host, None
+        host, self._host, self._oldest = self._host, None, self._spec.generation + 1
         replicas, self.replicas = self.replicas, []
+        self._changed.set()  # a request that waits for a replica starts the model again
         if host is not None:
             await host.end(replicas)
 

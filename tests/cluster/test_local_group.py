@@ -1,0 +1,194 @@
+"""Loading, unloading and reloading a model on this machine, with hosts and replicas that the test controls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `server` is not installed")
+
+from helpers.asgi import until
+from nanoinfer import NanoinferError
+from nanoinfer.cluster import local
+from nanoinfer.cluster.config import ClusterConfig
+from nanoinfer.cluster.host import HostSpec
+from nanoinfer.cluster.local import LocalGroup
+from nanoinfer.config import LLMConfig
+from nanoinfer.openai_protocol import FieldError
+from nanoinfer.server.config import ServerConfig
+
+
+def replica(generation: int) -> Any:
+    async def get(path: str) -> bytes:
+        return b'{"data": []}'
+
+    who = {"generation": generation, "names": ["m"], "replica": 0}
+    return SimpleNamespace(who=who, num_in_flight=0, link=SimpleNamespace(close=lambda: None), get=get)
+
+
+class Host:
+    """A host that has loaded its model when the test says so. Its replica connects at once."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.generation = spec.generation
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_exited = asyncio.Event()
+        self.process = SimpleNamespace(wait=self.has_exited.wait, returncode=1)
+        self.has_ended = False
+
+    async def end(self, replicas: Any = ()) -> None:
+        self.has_ended = True
+
+
+class Hosts(list[Host]):
+    """Those that a group has started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_unload: float = 0.0) -> None:
+        super().__init__()
+        cluster = ClusterConfig(idle_unload=idle_unload)
+        self.group = LocalGroup(0, LLMConfig(model="m"), ServerConfig(), cluster, "")
+        monkeypatch.setattr(local._Host, "start", self._start)
+
+    async def _start(self, spec: HostSpec) -> Host:
+        self.append(host := Host(spec))
+        await host.loaded
+        self.group.join(replica(spec.generation))
+        return host
+
+    async def load(self, number: int, error: str | None = None) -> None:
+        """Let a host load its model, or fail."""
+        await until(lambda: len(self) > number)
+        if error is None:
+            self[number].loaded.set_result(None)
+        else:
+            self[number].loaded.set_exception(NanoinferError(error))
+
+
+async def ready(group: LocalGroup) -> None:
+    await group._until_ready()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 30))
+
+
+async def leaves_while_it_is_loaded(hosts: Hosts, number: int) -> None:
+    asking = asyncio.create_task(ready(hosts.group))
+    await until(lambda: len(hosts) > number)
+    asking.cancel()
+    await asyncio.wait([asking])
+
+
+def test_a_model_whose_client_left_while_it_was_loaded_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch, idle_unload=0.01)
+        await leaves_while_it_is_loaded(hosts, 0)
+        await hosts.load(0)
+        await until(lambda: hosts[0].has_ended)  # it is idle
+        asking = asyncio.create_task(ready(hosts.group))
+        await hosts.load(1)
+        await asking
+        await hosts.group.stop()
+
+    run(main())
+
+
+def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch)
+        await leaves_while_it_is_loaded(hosts, 0)
+        await hosts.load(0, "no such file")
+        await until(lambda: hosts.group._starting is None or hosts.group._starting.done())
+        asking = asyncio.create_task(ready(hosts.group))
+        await hosts.load(1)
+        await asking
+        await hosts.group.stop()
+
+    run(main())
+
+
+def test_a_model_is_not_unloaded_while_it_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch, idle_unload=0.01)
+        group = hosts.group
+        starting = asyncio.create_task(group.start())
+        await hosts.load(0)
+        await starting
+        reloading = asyncio.create_task(group.reload())
+        await until(lambda: len(hosts) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        await ready(group)
+        assert [host.has_ended for host in hosts] == [False, False]
+        await hosts.load(1)
+        await reloading
+        assert hosts[0].has_ended
+        await until(lambda: hosts[1].has_ended)  # the new one is idle
+        assert not group.replicas
+        await group.stop()
+
+    run(main())
+
+
+def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch, idle_unload=0.05)
+        group = hosts.group
+        starting = asyncio.create_task(group.start())
+        await hosts.load(0)
+        await starting
+        reloading = asyncio.create_task(group.reload())
+        await hosts.load(1, "no such file")
+        with pytest.raises(NanoinferError, match="no such file"):
+            await reloading
+        assert not hosts[0].has_ended
+        await until(lambda: hosts[0].has_ended)  # and it is still unloaded when it is idle
+        await group.stop()
+
+    run(main())
+
+
+def test_a_replica_of_a_host_that_was_replaced_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch)
+        group = hosts.group
+        starting = asyncio.create_task(group.start())
+        await hosts.load(0)
+        await starting
+        reloading = asyncio.create_task(group.reload())
+        await until(lambda: len(hosts) == 2)
+        group.join(replica(1))  # the old host still answers
+        await hosts.load(1)
+        await reloading
+        assert [remote.who["generation"] for remote in group.replicas] == [2]
+        with pytest.raises(ValueError):
+            group.join(replica(1))
+        await group.stop()
+        with pytest.raises(ValueError):
+            group.join(replica(2))
+
+    run(main())
+
+
+def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch)
+        group = hosts.group
+        starting = asyncio.create_task(group.start())
+        await hosts.load(0)
+        await starting
+        group.leave(group.replicas[0])
+        asking = asyncio.create_task(ready(group))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        hosts[0].has_exited.set()
+        await hosts.load(1, "no such file")
+        with pytest.raises(FieldError, match="no such file"):
+            await asking
+        await group.stop()
+
+    run(main())
