@@ -173,6 +173,31 @@ def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None
     run(main())
 
 
+def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> None:
+    """The second one has ended, too, when the first is known to have; the front does not know it yet."""
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3600)
+
+    async def main() -> Response:
+        async with front(tmp_path) as setup:
+            await setup.add(0, 0, waits)
+            await setup.add(0, 1, waits)
+            first, second = setup.groups[0].replicas
+            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
+            await until(lambda: setup.groups[0].num_in_flight == 1)
+            lose(setup, 0 if first.num_in_flight else 1)
+            await until(lambda: len(setup.groups[0].replicas) == 1)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            lose(setup, 0)
+            await until(lambda: not setup.groups[0].replicas)
+            await setup.add(0, 2, says("third"))
+            return await asking
+
+    assert json.loads(run(main()).content)["text"] == "third"
+
+
 def test_a_request_that_ends_two_replicas_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,8 @@ def test_a_model_whose_client_left_while_it_was_loaded_comes_back(monkeypatch: p
 
 def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        hosts = Hosts(monkeypatch)
+        hosts, logged = Hosts(monkeypatch), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
         await leaves_while_it_is_loaded(hosts, 0)
         await hosts.load(0, "no such file")
         await until(lambda: hosts.group._starting is None or hosts.group._starting.done())
@@ -107,6 +109,8 @@ def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyP
         await hosts.load(1)
         await asking
         await hosts.group.stop()
+        gc.collect()
+        assert logged == []
 
     run(main())
 

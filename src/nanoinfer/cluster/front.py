@@ -6,6 +6,7 @@ text is the same. A stream that has begun ends with an error, or is continued (c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ log = logging.getLogger("nanoinfer.server")
 
 ATTEMPTS = 2
 """How often a request is sent to a replica: a request that crashes its replica must not crash all of them."""
+RETRY_SEC = 0.05
+"""Time before it is sent again: when replicas end together, the front notices it one by one."""
 _MODELS = "/v1/models"
 
 
@@ -76,6 +79,7 @@ class Front:
                 if stream is not None and stream.num_events > num_events:  # progress: it does not crash replicas
                     num_lost, num_events = 1, stream.num_events
                 self.metrics.retried(group)
+                await asyncio.sleep(RETRY_SEC)
             finally:
                 answer.close()
         raise unavailable(f"{ATTEMPTS} replicas have ended while they ran this request: try again later")

@@ -120,6 +120,7 @@ class LocalGroup(Group):
             return
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # if all waiters left
         await asyncio.shield(self._starting)
 
     async def wake(self) -> None:
