@@ -38,7 +38,7 @@ class Host:
         self.generation = spec.generation
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.has_exited = asyncio.Event()
-        self.process = SimpleNamespace(wait=self.has_exited.wait, returncode=1)
+        self.process = SimpleNamespace(wait=self.has_exited.wait, returncode=None)
         self.has_ended = False
 
     async def end(self, replicas: Any = ()) -> None:
@@ -50,6 +50,7 @@ class Hosts(list[Host]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_unload: float = 0.0) -> None:
         super().__init__()
+        self.num_joining = 1
         cluster = ClusterConfig(idle_unload=idle_unload)
         self.group = LocalGroup(0, LLMConfig(model="m"), ServerConfig(), cluster, "")
         monkeypatch.setattr(local._Host, "start", self._start)
@@ -57,7 +58,8 @@ class Hosts(list[Host]):
     async def _start(self, spec: HostSpec) -> Host:
         self.append(host := Host(spec))
         await host.loaded
-        self.group.join(replica(spec.generation))
+        for _ in range(self.num_joining):
+            self.group.join(replica(spec.generation))
         return host
 
     async def load(self, number: int, error: str | None = None) -> None:
@@ -194,5 +196,23 @@ def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypat
         with pytest.raises(FieldError, match="no such file"):
             await asking
         await group.stop()
+
+    run(main())
+
+
+def test_a_host_that_ends_before_its_replicas_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        hosts = Hosts(monkeypatch)
+        hosts.num_joining = 0
+        starting = asyncio.create_task(hosts.group.start())
+        await hosts.load(0)
+        hosts[0].process.returncode = -9
+        with pytest.raises(NanoinferError, match=r"m: its process has ended \(code -9\) before its replicas"):
+            await starting
+        hosts.num_joining = 1
+        asking = asyncio.create_task(ready(hosts.group))
+        await hosts.load(1)
+        await asking
+        await hosts.group.stop()
 
     run(main())

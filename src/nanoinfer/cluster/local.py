@@ -163,14 +163,23 @@ class LocalGroup(Group):
         spec = self._spec = replace(self._spec, generation=self._spec.generation + 1)
         host = await _Host.start(spec)
         try:
-            while sum(r.who["generation"] == spec.generation for r in self.replicas) < len(spec.cores):
-                await self.change()
+            while len(self._of(spec)) < len(spec.cores):
+                if host.process.returncode is not None:
+                    raise NanoinferError(
+                        f"{printable(self.model)}: its process has ended (code {host.process.returncode}) before its"
+                        " replicas were ready"
+                    )
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.change(), _POLL_SEC)
             await self.describe()
         except BaseException:
-            await host.end()
+            await host.end(self._of(spec))
             raise
         self._host, self._oldest, self.used = host, spec.generation, time.monotonic()
         self._watching = asyncio.create_task(self._watch(host))
+
+    def _of(self, spec: HostSpec) -> list[Remote]:
+        return [remote for remote in self.replicas if remote.who["generation"] == spec.generation]
 
     async def _watch(self, host: _Host) -> None:
         """Unload the model when it is idle, and start it again if the host ends."""
