@@ -183,7 +183,7 @@ def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> No
         async with front(tmp_path) as setup:
             await setup.add(0, 0, waits)
             await setup.add(0, 1, waits)
-            first, second = setup.groups[0].replicas
+            first = setup.groups[0].replicas[0]
             asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
             await until(lambda: setup.groups[0].num_in_flight == 1)
             lose(setup, 0 if first.num_in_flight else 1)
