@@ -250,6 +250,10 @@ class Counts:
         self.bodies.append(body)
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         first, end = len(body["output_token_ids"]), body["max_tokens"]
+        if first == 0:  # the role of a chat's message
+            role = {"id": self.name, "choices": [{"text": "", "role": "assistant", "finish_reason": None}]}
+            event = b"data: " + json.dumps(role).encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         for i in range(first, end):
             choice = {"text": f"{i} ", "token_ids": [i], "finish_reason": "length" if i == end - 1 else None}
             event = b"data: " + json.dumps({"id": self.name, "choices": [choice]}).encode() + b"\n\n"
@@ -282,6 +286,7 @@ def test_a_stream_is_continued_on_another_replica(tmp_path: Path, until_token: i
             assert "".join(m["choices"][0]["text"] for m in made) == "0 1 2 3 4 "
             assert (found.status, done, rest) == (200, b"data: [DONE]", b"")
             assert len({m["id"] for m in made}) == 1
+            assert ["role" in m["choices"][0] for m in made] == [True] + 5 * [False]
             assert second.bodies[0]["output_token_ids"] == list(range(until_token))
             assert second.bodies[0]["seed"] == first.bodies[0]["seed"]
             assert second.bodies[0]["return_token_ids"] is True
