@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from contextlib import suppress
 from typing import Any
 
@@ -78,18 +79,18 @@ def test_streams_are_those_of_an_undisturbed_run(seed: int) -> None:
     prompts = [f"{i} {rng.choice(('king', 'queen', 'fool'))}" for i in range(500 if seed else 100)]
     params = [SamplingParams(**FIELDS)] * len(prompts)
     expected = [o.outputs[0].text for o in LLM("shakespeare").generate(prompts, params)]
-    with cluster(0, 1, 1) as made, serving("shakespeare", "--ray", made.address, "--replicas", "2") as server:
-
-        async def disturbed() -> list[str]:
-            running = asyncio.create_task(streams(server.url, prompts))
-            while not running.done():
-                await asyncio.wait([running], timeout=rng.uniform(0.5, 2.0))
-                if running.done():
-                    break
-                await asyncio.to_thread(disturb, made, rng)
-            return await running
-
-        assert asyncio.run(disturbed()) == expected
+    with (
+        cluster(0, 1, 1) as made,
+        serving("shakespeare", "--ray", made.address, "--replicas", "2") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(asyncio.run, streams(server.url, prompts))
+        while not running.done():
+            with suppress(TimeoutError):
+                running.result(rng.uniform(0.5, 2.0))
+                break
+            disturb(made, rng)  # in the main thread: a node sets a handler of signals
+        assert running.result() == expected
         until(lambda: num_replicas(server) == 2, "the replicas do not come back")
 
 
