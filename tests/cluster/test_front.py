@@ -19,6 +19,7 @@ from helpers.asgi import Response, call, post, until
 from helpers.replicas import Setup, front
 from nanoinfer import NanoinferError
 from nanoinfer.cluster import metrics
+from nanoinfer.cluster.front import ATTEMPTS
 from nanoinfer.cluster.link import WINDOW_BYTES
 from nanoinfer.cluster.remote import Answers
 from nanoinfer.openai_protocol import COMPLETIONS
@@ -198,7 +199,7 @@ def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> No
     assert json.loads(run(main()).content)["text"] == "third"
 
 
-def test_a_request_that_ends_two_replicas_is_given_up(tmp_path: Path) -> None:
+def test_a_request_that_ends_several_replicas_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:
             number = 0
@@ -207,11 +208,11 @@ def test_a_request_that_ends_two_replicas_is_given_up(tmp_path: Path) -> None:
                 lose(setup, 0)
                 await asyncio.sleep(3600)
 
-            for number in range(3):
+            for number in range(ATTEMPTS + 1):
                 await setup.add(0, number, ends)
             found = await post(setup.app, {"prompt": "a"})
             assert (found.status, found.error["code"]) == (503, "service_unavailable")
-            assert "2 replicas have ended" in found.error["message"]
+            assert f"{ATTEMPTS} replicas have ended" in found.error["message"]
             assert len(setup.groups[0].replicas) == 1
 
     run(main())

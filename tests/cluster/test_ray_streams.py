@@ -87,7 +87,7 @@ def test_streams_are_those_of_an_undisturbed_run(seed: int) -> None:
         running = pool.submit(asyncio.run, streams(server.url, prompts))
         while not running.done():
             with suppress(TimeoutError):
-                running.result(rng.uniform(0.5, 2.0))
+                running.result(rng.uniform(1.0, 3.0))
                 break
             disturb(made, rng)  # in the main thread: a node sets a handler of signals
         assert running.result() == expected

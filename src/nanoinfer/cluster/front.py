@@ -1,6 +1,6 @@
 """The front: an ASGI application that passes each request on to a replica of the model that it names.
 
-If a replica ends, its requests whose response has not begun are sent once more, to another replica; with a seed the
+If a replica ends, its requests whose response has not begun are sent again, to another replica; with a seed the
 text is the same. A stream that has begun ends with an error, or is continued (continued.py).
 """
 
@@ -29,10 +29,11 @@ from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer.server")
 
-ATTEMPTS = 2
+ATTEMPTS = 3
 """How often a request is sent to a replica: a request that crashes its replica must not crash all of them."""
 RETRY_SEC = 0.05
-"""Time before it is sent again: when replicas end together, the front notices it one by one."""
+"""Time before it is sent again; ten times as long before the next time. Of replicas that end together, the front learns
+one by one."""
 _MODELS = "/v1/models"
 
 
@@ -79,7 +80,8 @@ class Front:
                 if stream is not None and stream.num_events > num_events:  # progress: it does not crash replicas
                     num_lost, num_events = 1, stream.num_events
                 self.metrics.retried(group)
-                await asyncio.sleep(RETRY_SEC)
+                if num_lost < ATTEMPTS:
+                    await asyncio.sleep(RETRY_SEC * 10 ** (num_lost - 1))
             finally:
                 answer.close()
         raise unavailable(f"{ATTEMPTS} replicas have ended while they ran this request: try again later")

@@ -61,7 +61,10 @@ class HostSpec:
 
 def main() -> None:
     """Load the model and run replicas until standard input ends."""
-    spec: HostSpec = pickle.load(sys.stdin.buffer)
+    try:
+        spec: HostSpec = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the front ended before it sent it
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front ends the hosts
     configure_logging(spec.server.log_level)
     try:
