@@ -150,7 +150,9 @@ def test_reloading_replaces_the_replicas_without_an_error(server: ServerProcess,
     texts = []
     server.process.send_signal(signal.SIGHUP)
     with ThreadPoolExecutor(4) as pool:
+        end = time.monotonic() + TIMEOUT
         while not any("was loaded again" in line for line in server.lines):
+            assert time.monotonic() < end, server.lines
             texts += list(pool.map(lambda _: complete(server, "a", max_tokens=8, seed=1), range(4)))
     assert set(texts) == set(expected(llm, ["a"], max_tokens=8, seed=1))
     assert not set(before) & set(both(server))

@@ -254,7 +254,9 @@ def test_sighup_loads_the_model_that_is_there_now(folder: Path, other: Path, tmp
         link.symlink_to(other)
         server.process.send_signal(signal.SIGHUP)
         found: list[str] = []
+        end = time.monotonic() + TIMEOUT
         while expected[str(other)] not in found[-4:]:
+            assert time.monotonic() < end, server.lines
             found += [c["choices"][0]["text"] for c in pool.map(lambda _: complete(server, "a"), range(4))]
         assert set(found) <= set(expected.values())
         until(lambda: any("was loaded again" in line for line in server.lines))
