@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 
 import helpers.ray_cluster  # noqa: E402, F401  # before ray, which reads the environment that it sets
+from helpers.replica_servers import TIMEOUT, metric, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 
 pytest.importorskip("ray.serve", reason="the extra cluster is not installed")
-TIMEOUT = 120.0
 LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "temperature": 1.0, "seed": 3}
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")]
 
@@ -37,14 +37,6 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("shakespeare")
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + TIMEOUT
-    while not (found := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
-    return found
 
 
 def processes(server: ServerProcess, name: str) -> list[int]:
@@ -79,11 +71,6 @@ def complete(server: ServerProcess, prompt: str, **fields: Any) -> str:
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
     return text
-
-
-def metric(server: ServerProcess, start: str) -> float:
-    lines = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
 def expected(llm: LLM, prompts: list[str], **fields: Any) -> list[str]:

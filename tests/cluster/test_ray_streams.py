@@ -18,6 +18,7 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 
 from helpers.ray_cluster import NODE, children, cluster, until  # noqa: E402  # before ray
+from helpers.replica_servers import metric  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
@@ -40,8 +41,7 @@ def replicas(made: Any) -> list[int]:
 
 
 def num_replicas(server: ServerProcess) -> float:
-    lines = httpx.get(server.url + "/metrics", timeout=60).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("nanoinfer:replicas{"))
+    return metric(server, "nanoinfer:replicas{")
 
 
 async def stream(client: Any, url: str, prompt: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,12 @@ httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
 from helpers.models import TINY, make_folder  # noqa: E402
+from helpers.replica_servers import TIMEOUT, metric, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.cli.app import run  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 
-TIMEOUT = 60.0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
 
 
@@ -37,14 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("replicas") / "other", replace(TINY, block_size=256))
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + TIMEOUT
-    while not (found := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
-    return found
 
 
 def children(pid: int) -> list[int]:
@@ -73,11 +65,6 @@ def complete(server: ServerProcess, prompt: str, **fields: Any) -> dict[str, Any
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
-
-
-def metric(server: ServerProcess, start: str) -> float:
-    lines = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from nanoinfer.server.config import ServerConfig
 def serve(models: tuple[str, ...], server: ServerConfig, cluster: ClusterConfig, config: LLMConfig) -> None:
     """Serve models over HTTP with OpenAI's interface."""
     try:
-        from nanoinfer.cluster import serve as front
         from nanoinfer.server import auth, descriptors, run
     except ModuleNotFoundError as e:
         package = (e.name or "").partition(".")[0]
@@ -44,6 +43,8 @@ def serve(models: tuple[str, ...], server: ServerConfig, cluster: ClusterConfig,
     server = auth.with_keys(server)
     descriptors.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
     if len(configs) > 1 or cluster.needs_front:
+        from nanoinfer.cluster import serve as front  # one model in this process does without: it starts faster
+
         front.check(configs, server, cluster)
         return front.serve(configs, server, cluster, run.bind(server))
     with run.bind(server) as bound:  # before the model is loaded: a port in use is an error at once

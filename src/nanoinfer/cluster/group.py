@@ -106,9 +106,8 @@ class Group(ABC):
         self.used = time.monotonic()
         self.num_waiting += 1
         try:
-            with anyio.fail_after(
-                START_TIMEOUT_SEC
-            ):  # in this task: a replica that is there now may leave in the next turn
+            # Not asyncio.wait_for: it returns in a later turn, in which the replica may have left.
+            with anyio.fail_after(START_TIMEOUT_SEC):
                 await self._until_ready()
         except TimeoutError:
             raise unavailable(f"the model {printable(self.names[0])} has no replica: try again later") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +66,7 @@ class Replica:
     async def run(self, address: Address) -> None:
         """Connect to a front and answer until it ends the connection. Arguments and errors: see `connect`."""
         self._link = await connect(address, self._receive, self._lost)
-        self._link.send(0, HELLO, json.dumps({**self._who, "pid": os.getpid()}).encode())
+        self._link.send(0, HELLO, json.dumps(self._who).encode())
         await self._ended.wait()
         for exchange in self._exchanges.values():
             exchange.left.set()
