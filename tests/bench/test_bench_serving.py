@@ -28,7 +28,9 @@ from nanoinfer.models.presets import PRESETS
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-PEERS = {("ctranslate2", "int8"), ("llama.cpp", "bfloat16"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0")}
+PEERS = {("ctranslate2", "int8"), ("llama.cpp", "bfloat16")}
+PEERS |= {(name, bits) for name in ("llama.cpp", "ik_llama.cpp") for bits in ("Q8_0", "Q4_0")}
+PEERS |= {(name, bits) for name in ("openvino", "vllm") for bits in ("bfloat16", "int8", "int4")}
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +50,11 @@ def cases(quick: bool, engines: list[str] | None = None) -> list[Case]:
 def test_the_suite_has_the_rows_of_the_issue() -> None:
     made = cases(quick=False)
     assert {c.model for c in made} == {"random:gpt2"}
-    assert Counter(c.workload for c in made) == {"mixed": 7, "prefix": 2, "arrival": 3, "uniform": 2}
+    assert Counter(c.workload for c in made) == {"mixed": 15, "prefix": 2, "arrival": 3, "uniform": 2}
     mixed = [c for c in made if c.workload == "mixed"]
     assert {(c.backend, c.format) for c in mixed} == {("native", f) for f in ("bfloat16", "int8", "int4")} | PEERS
     assert {(c.batch, c.prompt_tokens, c.output_tokens) for c in mixed} == {(64, 256, 256)}
-    others = made[7:]
+    others = made[15:]
     assert {c.label.partition(" + ")[0] for c in others} == {"native int8"}
     assert [(c.batch, c.prompt_tokens, c.prefix_caching) for c in others[:2]] == [(200, 520, False), (200, 520, True)]
     assert [(c.batch, c.prompt_tokens, c.max_num_batched_tokens, c.target_step_ms) for c in others[2:5]] == [
@@ -63,7 +65,7 @@ def test_the_suite_has_the_rows_of_the_issue() -> None:
 
 def test_a_quick_run_is_small_and_has_every_kind_of_row() -> None:
     made = cases(quick=True)
-    assert Counter(c.workload for c in made) == {"mixed": 3, "prefix": 2, "arrival": 2, "uniform": 1}
+    assert Counter(c.workload for c in made) == {"mixed": 6, "prefix": 2, "arrival": 2, "uniform": 1}
     assert max(c.batch * (c.prompt_tokens + c.output_tokens) for c in made) <= 2500
     assert {c.quantization for c in cases(True, ["static"]) if c.backend == "static"} == {None}
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
 import numpy as np
 
-from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
@@ -51,8 +50,9 @@ class Harness:
 
     def __init__(
         self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, bar: ProgressBar,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.perf_counter, pythons: Mapping[str, Path] | None = None,
     ) -> None:  # fmt: skip
+        self._pythons = pythons
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
         self._bar, self._clock = bar, clock
         self._started = clock()
@@ -127,11 +127,10 @@ class Harness:
                     self._summarize(row, runs[row.case])
             keep([row for row in part if row.error is not None or row.figures is not None])
 
-        with Processes(self._weights) as processes:
+        with Processes(self._weights, self._pythons) as processes:
             workers = {}
             for case in takewhile(lambda _: not self._late, rows):
                 with self._step(rows[case], "load"):
-                    prepare(case, self._weights)
                     workers[case] = processes.worker(case)
                     if case.device != "cpu" and case.backend not in NAIVE:
                         workers[case].run(case)  # compiles its code: the time of that is no part of the warm-up
@@ -198,7 +197,7 @@ class Harness:
         """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up."""
         seconds: dict[Case, float] = {}
         expected = self._expected
-        with Processes(self._weights) as processes:
+        with Processes(self._weights, self._pythons) as processes:
             known = {*workers, *expected}
             if reference is not None and reference not in known and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
@@ -228,7 +227,7 @@ class Harness:
         for case in reduced:
             try:
                 if not path.exists():
-                    with Processes(self._weights) as processes:
+                    with Processes(self._weights, self._pythons) as processes:
                         self._logits(processes.worker(exact)).replace(path)
             except NanoinferError as e:
                 rows[case].add_note(f"logits not compared with float32's: {e}")

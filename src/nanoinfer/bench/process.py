@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
+from nanoinfer.bench.backends import EXPORTED
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.files import reason
 
 GPU_ANSWER_SEC = 300.0  # a GPU program that hangs never ends; the longest correct answer is a compilation
 
@@ -34,14 +37,19 @@ class RunResult:
 class WorkerProcess:
     """One backend in a process of its own. Use as a context manager."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, python: Path | None = None) -> None:
+        """Start the worker of a case, with another interpreter than this one for a peer that has an environment."""
         self.case = case
         self._answer_sec = None if case.device == "cpu" else GPU_ANSWER_SEC
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
-        command = [sys.executable, "-m", "nanoinfer.bench.worker"]
-        self._process = subprocess.Popen(  # in a new session: Ctrl-C is for the harness, which ends its workers itself
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
-        )
+        command = [str(python or sys.executable), "-m", "nanoinfer.bench.worker"]
+        try:
+            self._process = subprocess.Popen(  # in a new session: Ctrl-C is for the harness, which ends its workers
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as e:
+            raise NanoinferError(f"{command[0]} cannot be started: {reason(e)}") from None
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -70,6 +78,10 @@ class WorkerProcess:
             raise NanoinferError(answer["error"])
         return answer["answer"]
 
+    def export(self, weights: Path) -> None:
+        """Write the weights in the backend's own format, where it has one."""
+        self.ask("export", case=dataclasses.asdict(self.case), weights=str(weights))
+
     def load(self, weights: Path) -> None:
         """Load the backend, or raise NanoinferError with the reason."""
         self.ask("load", case=dataclasses.asdict(self.case), weights=str(weights))
@@ -90,22 +102,34 @@ class WorkerProcess:
 
 
 class Processes(contextlib.ExitStack):
-    """The processes of some cases; all end with it. Cases that differ in their draft alone share one."""
+    """The processes of some cases; all end with it. Cases that differ in their draft alone share one.
 
-    def __init__(self, weights: Path) -> None:
+    `pythons` has the interpreters of peers with an environment of their own.
+    """
+
+    def __init__(self, weights: Path, pythons: Mapping[str, Path] | None = None) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._pythons = weights, pythons or {}
         self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
 
     def worker(self, case: Case) -> WorkerProcess:
         """Return a case's process, loaded if necessary. Raises NanoinferError if that failed."""
         if case.loaded not in self._processes:
-            self._processes[case.loaded] = process = self.enter_context(WorkerProcess(case.loaded))
             try:
-                process.load(self._weights)
+                self._processes[case.loaded] = self._start(case.loaded)
             except NanoinferError as e:
                 self._processes[case.loaded] = e
         found = self._processes[case.loaded]
         if isinstance(found, NanoinferError):
             raise found
         return found
+
+    def _start(self, case: Case) -> WorkerProcess:
+        """Return a loaded process. An export runs in another one: its float32 weights would count as peak memory."""
+        python = self._pythons.get(case.backend)
+        if case.backend in EXPORTED:
+            with WorkerProcess(case, python) as exporter:
+                exporter.export(self._weights)
+        process = self.enter_context(WorkerProcess(case, python))
+        process.load(self._weights)
+        return process

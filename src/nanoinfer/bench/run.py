@@ -61,6 +61,8 @@ class Plan:
     """Backend that speed-ups are relative to (default: that of the suite, or the first)."""
     device: str = "auto"
     """cpu, cuda, cuda:N or auto."""
+    peer_python: tuple[str, ...] = ()
+    """NAME=PATH: a peer's own Python interpreter, in whose environment nanoinfer is installed too; may be repeated."""
     draft: str | None = None
     """Also measure with this draft, next to plain decoding."""
     speculate_k: tuple[str, ...] = ()
@@ -94,6 +96,10 @@ class Plan:
         own = ("engine", "dtype", "quantization", "sampler", "batch", "prompt_tokens", "output_tokens", "speculate_k")
         if self.suite and (any(getattr(self, f) for f in own) or self.draft is not None or self.workload != "uniform"):
             raise NanoinferError("--suite fixes its own cases: leave out --engine, --batch and the like, or --suite")
+        for entry in self.peer_python:
+            name, equals, path = entry.partition("=")
+            if name not in PEERS or not equals or not Path(path).is_file():
+                raise NanoinferError(f"--peer-python {entry}: give NAME=PATH, a peer ({', '.join(PEERS)}) and a file")
         if self.rounds is not None:
             require_int("rounds", self.rounds, 1, 1000)
         if self.minutes is not None:
@@ -104,6 +110,11 @@ class Plan:
             raise NanoinferError(f"--text {self.text}: there is no such file")
         if len(self.suite) > 1 and (self.output or self.resume):
             raise NanoinferError(f"--output and --resume hold one suite, and {len(self.suite)} are given")
+
+    @property
+    def pythons(self) -> dict[str, Path]:
+        """Peer -> its interpreter."""
+        return {name: Path(path) for name, _, path in (entry.partition("=") for entry in self.peer_python)}
 
     def model_of(self, suite: str) -> str:
         """Return the model that a suite measures."""
@@ -148,7 +159,7 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     made = Results(
         suite="", baseline="", created=created, commit=machine.commit(), command=command,
-        machine=here, versions=machine.describe_versions(),
+        machine=here, versions=machine.describe_versions(plan.pythons.values()),
         ceiling=ceiling.to_results(),
     )  # fmt: skip
     log(files.headline(made))
@@ -237,7 +248,8 @@ def _measure_suite(
             options = replace(options, budget_sec=left)
         same = list(some)
         with ProgressBar(results.suite) as bar:
-            Harness(folders.folder(same), find_shape(model), ceiling, options, bar).run(same, keep, cases)
+            harness = Harness(folders.folder(same), find_shape(model), ceiling, options, bar, pythons=plan.pythons)
+            harness.run(same, keep, cases)
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:

@@ -138,7 +138,8 @@ _PEERS: list[_Format] = [
     *((f"transformers-{cache}", dtype, None) for cache in ("dynamic", "static") for dtype in ("float32", "bfloat16")),
     *(("ctranslate2", "float32", q) for q in (None, "int8")),
     ("llama.cpp", "float32", None), ("llama.cpp", "bfloat16", None),
-    *(("llama.cpp", "float32", q) for q in ("Q8_0", "Q4_0")),
+    *((name, "float32", q) for name in ("llama.cpp", "ik_llama.cpp") for q in ("Q8_0", "Q4_0")),
+    *((name, "bfloat16", q) for name in ("openvino", "vllm") for q in (None, "int8", "int4")),
 ]  # fmt: skip
 
 

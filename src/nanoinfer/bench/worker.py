@@ -1,5 +1,6 @@
 """The process that measures one backend: one JSON request a line on stdin, one JSON answer a line on stdout.
 
+    {"do": "export", "case": {...}, "weights": "folder"}   -> {"answer": null}
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
     {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
                                                                "peak_memory_bytes": ..., "speculation": null}}
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench import prompts
-from nanoinfer.bench.backends import open_backend
+from nanoinfer.bench.backends import open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
@@ -43,8 +44,11 @@ class Worker:
         """Perform one request; return its answer."""
         if "case" in fields:
             fields["case"] = Case(**fields["case"])
-        method = getattr(self, f"_{do}") if do in ("load", "run") else getattr(self._backend, do)
+        method = getattr(self, f"_{do}") if do in ("export", "load", "run") else getattr(self._backend, do)
         return method(**fields)
+
+    def _export(self, case: Case, weights: str) -> None:
+        prepare(case, Path(weights))
 
     def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)

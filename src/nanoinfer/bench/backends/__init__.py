@@ -21,15 +21,15 @@ PEERS = {
     "transformers-static": "peers.transformers:Transformers",
     "ctranslate2": "peers.ctranslate2:CTranslate2",
     "llama.cpp": "peers.llamacpp:LlamaCpp",
+    "ik_llama.cpp": "peers.ik_llamacpp:IkLlamaCpp",
+    "openvino": "peers.openvino:OpenVINO",
+    "vllm": "peers.vllm:VLLM",
 }
-EXPORTED = ("ctranslate2", "llama.cpp")
+EXPORTED = ("ctranslate2", "llama.cpp", "ik_llama.cpp", "openvino", "vllm")
 
 
 def prepare(case: Case, weights: Path) -> Path | None:
-    """Export the weights to the file format of a case's backend, if it has one; return the exported file, or None.
-
-    This runs outside the measured process: an export holds the float32 weights, which would count as peak memory.
-    """
+    """Export the weights to the file format of a case's backend, if it has one; return the exported file, or None."""
     return _class_of(case).export(case, weights) if case.backend in EXPORTED else None
 
 

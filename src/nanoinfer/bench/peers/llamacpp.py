@@ -43,21 +43,23 @@ def file_type(case: Case) -> str:
 class LlamaCpp:
     """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
 
+    name = "llama.cpp"
+
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
-        self._lib = lib = require_module("llama_cpp")
-        _silence()
+        self._lib = lib = self._open()
         config = hf_config.read(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
-            raise NanoinferError(f"llama.cpp: batch={case.batch} is more than the {most} sequences of one context")
+            raise NanoinferError(f"{self.name}: batch={case.batch} is more than the {most} sequences of one context")
         path = self.export(case, weights)
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        if not (model := lib.llama_model_load_from_file(bytes(path), options)):
-            raise NanoinferError(f"llama.cpp cannot load {path}")
         params = lib.llama_context_default_params()
+        self._tune(options, params)
+        if not (model := lib.llama_model_load_from_file(bytes(path), options)):
+            raise NanoinferError(f"{self.name} cannot load {path}")
         params.n_seq_max = case.batch
         params.n_ctx = case.batch * self._capacity
         params.n_threads = params.n_threads_batch = num_cpus()
@@ -65,11 +67,21 @@ class LlamaCpp:
             params.type_k = params.type_v = lib.GGML_TYPE_F32
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
-            raise NanoinferError(f"llama.cpp has no memory for {case.batch} sequences of {self._capacity} tokens")
+            raise NanoinferError(f"{self.name} has no memory for {case.batch} sequences of {self._capacity} tokens")
         self._memory = lib.llama_get_memory(self._context)
         self._n_batch = int(lib.llama_n_batch(self._context))
         self._n_vocab = config.vocab_size
         self._batch = lib.llama_batch_init(self._n_batch, 0, 1)
+
+    @staticmethod
+    def _open() -> Any:
+        """Return the library, by llama.cpp's names."""
+        _silence()
+        return require_module("llama_cpp")
+
+    @staticmethod
+    def _tune(model: Any, context: Any) -> None:
+        """Change the default parameters of model and context: llama.cpp's are kept."""
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
@@ -79,7 +91,7 @@ class LlamaCpp:
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is when it has been sampled from its step's logits."""
         start = time.perf_counter()
-        require_room("llama.cpp", requests.longest, self._capacity)
+        require_room(self.name, requests.longest, self._capacity)
         lib = self._lib
         lib.llama_memory_clear(self._memory, False)
         tokens: list[list[int]] = [[] for _ in requests.prompts]
@@ -114,7 +126,7 @@ class LlamaCpp:
             batch.n_seq_id[j], batch.seq_id[j][0] = 1, seq
             batch.logits[j] = needed
         if code := self._lib.llama_decode(self._context, batch):
-            raise NanoinferError(f"llama.cpp: llama_decode of {len(entries)} tokens returned {code}")
+            raise NanoinferError(f"{self.name}: llama_decode of {len(entries)} tokens returned {code}")
         outputs = [seq for _, _, seq, needed in entries if needed]
         if not outputs:
             return []

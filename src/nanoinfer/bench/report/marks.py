@@ -30,6 +30,7 @@ COLORS = {  # contrast of 3 and more on white and on the dark page
     "native": "#eb4613", "triton": "#cd35cd", "cuda_graph": "#9455db", "compiled": "#6464d8", "static": "#247be0",
     "dynamic": "#1498b8", "paged": "#1b9783", "recompute": "#7b828a", "nanogpt": "#967651", "llama.cpp": "#279b44",
     "ctranslate2": "#b68d0a", "transformers-dynamic": "#dd3c7f", "transformers-static": "#dc7284",
+    "ik_llama.cpp": "#6f8f1f", "openvino": "#a8623f", "vllm": "#5b7fa6",
 }  # fmt: skip
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}
 _DASHES = {32: [1, 0], 16: [7, 3], 8: [3, 2], 4: [8, 3, 2, 3]}
