@@ -136,7 +136,9 @@ def test_an_answer_that_is_not_read_before_the_end_is_an_error(llm: LLM, monkeyp
     async def main() -> None:
         model = AsyncLLM.from_llm(llm)
         stream = model.chat(HI, PARAMS, output_kind="final_only")
-        await stream.begin(asyncio.Event()).wait()
+        arrived = asyncio.Event()
+        stream.begin(arrived.set)
+        await arrived.wait()
         model.shutdown()
         with pytest.raises(NanoinferError, match="the AsyncLLM is closed"):
             await anext(stream)

@@ -1,9 +1,16 @@
-"""200 streams at once: each gets its tokens, none waits while others go on, and those that wait start in order."""
+"""Streams: of 200 none waits while others go on, and a stream is the same however its parts are written."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -13,6 +20,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 from starlette.types import ASGIApp, Message
 
 from helpers.asgi import HOST, serve
+from helpers.server_process import ServerProcess, serving
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.entrypoints.async_llm import NUM_PREPARING
 from nanoinfer.openai_protocol import COMPLETIONS
@@ -83,3 +91,77 @@ def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
     order = list(dict.fromkeys(i for i, _ in log))
     late = [i for place, i in enumerate(order) if abs(place - i) > max_num_seqs]
     assert len(late) <= NUM_PREPARING  # a thread that prepares a request may have to wait for a CPU
+
+
+BODY = {"prompt": ["O Romeo,", "My lord"], "max_tokens": 24, "seed": 5, "n": 2, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving("shakespeare", "--engine=native") as running:
+        yield running
+
+
+def request(server: ServerProcess, body: dict[str, Any], version: str = "1.1") -> bytes:
+    """Return the bytes of a request, which does not end the connection."""
+    data = json.dumps(body).encode()
+    host = server.url.removeprefix("http://")
+    head = f"POST {COMPLETIONS} HTTP/{version}\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def events(body: bytes) -> dict[int, tuple[str, list[int]]]:
+    """Return text and tokens of each choice of a stream."""
+    found: dict[int, tuple[str, list[int]]] = {}
+    lines = [line for line in body.split(b"\n\n") if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]"
+    for line in lines[:-1]:
+        (choice,) = json.loads(line[6:])["choices"]
+        text, ids = found.get(choice["index"], ("", []))
+        found[choice["index"]] = text + choice["text"], ids + choice["token_ids"]
+    return found
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_both_versions_of_http_have_the_same_events_and_connections_go_on(
+    server: ServerProcess, logprobs: int | None
+) -> None:
+    """A part of an HTTP/1.1 response is written without ASGI, one of HTTP/1.0 is not."""
+    body = BODY | {"return_token_ids": True, "logprobs": logprobs}
+    llm = LLM("shakespeare", engine="native")
+    outputs = llm.generate(BODY["prompt"], SamplingParams(max_tokens=24, seed=5, n=2, ignore_eos=True))
+    every = [o for output in outputs for o in output.outputs]
+    expected = {i: (o.text, list(o.token_ids)) for i, o in enumerate(every)}
+    host = server.url.removeprefix("http://")
+    with closing(http.client.HTTPConnection(host, timeout=60)) as client:
+        for _ in range(3):  # on one connection
+            client.request("POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json"})
+            response = client.getresponse()
+            assert response.getheader("transfer-encoding") == "chunked"
+            assert events(response.read()) == expected
+    with closing(connect(server)) as connection:
+        connection.sendall(request(server, body, version="1.0"))
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.getheader("transfer-encoding") is None
+        assert events(response.read()) == expected
+
+
+def test_a_reader_who_pauses_gets_all_tokens(server: ServerProcess) -> None:
+    """Its outputs go to the task while it does not read: they are merged, and none is lost."""
+    body = BODY | {"prompt": ["O Romeo,"], "n": 16, "max_tokens": 480, "logprobs": 5, "return_token_ids": True}
+    with closing(connect(server)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(request(server, body))
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        first = response.read1(100)
+        while b'num_requests_running{model_name="shakespeare"} 0.0' not in urlopen(f"{server.url}/metrics").read():
+            time.sleep(0.01)  # until all tokens are generated, of which the sockets hold a part
+        found = events(first + response.read())
+    assert {index: len(ids) for index, (_, ids) in found.items()} == dict.fromkeys(range(16), 480)

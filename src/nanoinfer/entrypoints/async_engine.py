@@ -244,6 +244,8 @@ class AsyncEngine:
 
 
 def _receive(sent: list[Sent]) -> None:
-    """Run in an event loop: give each request what it receives."""
+    """Run in an event loop: give each request what it receives, then wake who reads it."""
     for request, item in sent:
         request.receive(item)
+    for wake in dict.fromkeys(request.wake for request, _ in sent):
+        wake()

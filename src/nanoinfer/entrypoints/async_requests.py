@@ -46,19 +46,18 @@ class AsyncRequest:
         request_id: given by the caller, or made.
         output_kind: one of OUTPUT_KINDS.
         loop: the event loop of its iterator.
-        event: is set when there is something to take; requests that one task reads share it.
+        wake: is called in the event loop when there is something to take, once for all requests that share it.
     """
 
     def __init__(
-        self, request_id: str, output_kind: str, loop: asyncio.AbstractEventLoop, event: asyncio.Event
+        self, request_id: str, output_kind: str, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]
     ) -> None:
-        self.request_id, self.output_kind, self.loop = request_id, output_kind, loop
+        self.request_id, self.output_kind, self.loop, self.wake = request_id, output_kind, loop, wake
         self.request: Request | None = None  # until it is prepared
         self.dropped = False  # whether the iterator has ended; nothing is sent any more
         self.aborted = False  # whether `AsyncLLM.abort` was called; the output so far is sent
         self._received: list[_Received] = []
         self._end: RequestOutput | Exception | None = None
-        self._event = event
         self.ready = False
         """Whether there is something to take."""
 
@@ -71,7 +70,6 @@ class AsyncRequest:
         elif self._end is None:
             self._end = item
         self.ready = True
-        self._event.set()
 
     def _merge(self, delta: Delta) -> None:
         assert self.request is not None
@@ -82,12 +80,6 @@ class AsyncRequest:
         received.num_tokens += delta.num_tokens
         received.finish_reason = delta.finish_reason
         received.changed = True
-
-    async def wait(self) -> None:
-        """Wait until there is something to take."""
-        while not self.ready:
-            self._event.clear()
-            await self._event.wait()
 
     @property
     def ended(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import Protocol
 
 from nanoinfer.entrypoints.async_engine import AsyncEngine
 from nanoinfer.entrypoints.async_requests import AsyncRequest
@@ -43,6 +44,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
     ) -> None:
         self._running, self._making, self._output_kind = engine, making, output_kind
         self._reader, self._reading = reader, reading
+        self._event = asyncio.Event()
         self.request_id = request_id
         """The id that the caller gave, or that was made."""
 
@@ -50,22 +52,24 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         if self.finished:
             raise StopAsyncIteration
         try:
-            request = self._request or self.begin(asyncio.Event())
-            await request.wait()
+            if self._request is None:
+                self.begin(self._event.set)
+            while not self.ready:
+                self._event.clear()
+                await self._event.wait()
             output = self.take()
             return await self.read(output) if self.unread else output
         except BaseException:  # the task was cancelled, or the request has failed
             self.leave()
             raise
 
-    def begin(self, event: asyncio.Event) -> AsyncRequest:
-        """Queue the request. The event is set when there is something to take."""
-        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), event)
+    def begin(self, wake: Callable[[], None]) -> None:
+        """Queue the request. `wake` is called when there is something to take."""
+        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), wake)
         self._engine = self._running()
         self._engine.register(request)
         self._request = request
         self._engine.prepare(request, self._making)
-        return request
 
     @property
     def ready(self) -> bool:
@@ -102,19 +106,34 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         self.leave()
 
 
+Found = list[tuple[int, RequestOutput]]
+"""Pairs of a stream's index and its output."""
 Observe = Callable[[Sequence[tuple[int, RequestOutput, bool]]], None]
 
 
-class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
+class Sink(Protocol):
+    """Takes outputs in the turn of the event loop in which they arrive."""
+
+    def is_ready(self) -> bool:
+        """Return whether it takes outputs now."""
+
+    def write(self, found: Found) -> bool:
+        """Take outputs, or return False: the task that reads the streams gets them."""
+
+
+class MergedStreams(AsyncIterator[Found]):
     """Yields, when there are new outputs, those of all streams: pairs of a stream's index and its output.
 
-    The step of the engine that produces tokens for several streams wakes the task once, not once for each. An error of
-    one stream closes all.
+    The step of the engine that produces tokens for several streams wakes the task once, not once for each, and not for
+    what the `sink` takes. An error of one stream closes all.
 
     Args:
         streams: not read yet.
         observe: is called with new outputs: the stream's index, its output, and whether it is the last.
     """
+
+    sink: Sink | None = None
+    """Takes outputs while the task waits for the next ones."""
 
     def __init__(
         self,
@@ -124,31 +143,58 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
         self._streams, self._observe = streams, observe
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
-        self._begun = False
+        self._begun = self._waiting = False
+        self._left: Found = []  # what the sink did not take
+        self._error: BaseException | None = None  # of a request or the sink, for the task
 
-    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+    async def __anext__(self) -> Found:
         try:
             if not self._begun:
                 self._begun = True
                 for stream in self._streams:
-                    stream.begin(self._event)
-            while self._open:
-                if found := [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]:
+                    stream.begin(self._wake)
+            while self._open or self._left:
+                if self._error is not None:
+                    raise self._error
+                if found := self._left or self._take_ready():
+                    self._left = []
                     for at, (i, output) in enumerate(found):
-                        if self._open[i].unread:
-                            found[at] = i, await self._open[i].read(output)
-                    if self._observe is not None:
-                        self._observe([(i, output, self._open[i].finished) for i, output in found])
-                    for i, _ in found:
-                        if self._open[i].finished:
-                            del self._open[i]
+                        if self._streams[i].unread:
+                            found[at] = i, await self._streams[i].read(output)
                     return found
                 self._event.clear()
-                await self._event.wait()
+                self._waiting = True
+                try:
+                    await self._event.wait()
+                finally:
+                    self._waiting = False
         except BaseException:  # the task was cancelled, or a request has failed
             self.close()
             raise
         raise StopAsyncIteration
+
+    def _wake(self) -> None:
+        """Give what has arrived to the sink, or wake the task."""
+        if self._waiting and self.sink is not None and self._error is None and not self._left and self.sink.is_ready():
+            try:
+                found = self._take_ready()
+                if any(self._streams[i].unread for i, _ in found) or not self.sink.write(found):
+                    self._left = found
+                elif self._open:
+                    return
+            except Exception as e:
+                self._error = e
+        self._event.set()
+
+    def _take_ready(self) -> Found:
+        """Take what has arrived, report it, and forget the streams that have ended."""
+        found = [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]
+        if self._observe is not None and found:
+            self._observe([(i, output, self._open[i].finished) for i, output in found])
+        for i, _ in found:
+            if self._open[i].finished:
+                del self._open[i]
+        return found
 
     def _take(self, i: int) -> RequestOutput:
         if len(self._streams) == 1:
@@ -160,4 +206,4 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
         """Cancel the requests that are not finished. The iterator yields nothing more."""
         for stream in self._open.values():
             stream.leave()
-        self._open = {}
+        self._open, self._left, self.sink = {}, [], None

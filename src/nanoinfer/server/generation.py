@@ -9,11 +9,12 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.entrypoints.async_streams import MergedStreams
+from nanoinfer.entrypoints.async_streams import Found, MergedStreams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import GenerationRequest, Shape, check_finite, num_values
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.connections import CONNECTION, ChunkedConnection
 from nanoinfer.server.http import EVENTS, LARGE_VALUES
 from nanoinfer.server.limits import TokenBounds, check_request
 from nanoinfer.server.service import SHAPES, Service, new_id
@@ -43,8 +44,12 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
             merged = MergedStreams(streams, watch.receive)
             try:
                 # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it.
-                respond_to = _stream if request.stream else _answer
-                await asyncio.create_task(respond_to(service, shape, request, request_id, merged, send))
+                if request.stream:
+                    connection = scope.get("extensions", {}).get(CONNECTION)
+                    writing = _stream(service, shape, request, request_id, merged, send, connection)
+                else:
+                    writing = _answer(service, shape, request, request_id, merged, send)
+                await asyncio.create_task(writing)
             finally:
                 merged.close()
                 bounds.release()
@@ -73,13 +78,40 @@ async def _answer(
     await service.bodies.respond(send, body, num_values(request, every))
 
 
+class _Direct:
+    """Writes the chunks of new outputs to the connection, in the turn of the event loop in which the outputs arrive.
+
+    Args:
+        writer: of the response.
+        connection: of the client.
+    """
+
+    def __init__(self, writer: Any, connection: ChunkedConnection) -> None:
+        self._writer, self._connection = writer, connection
+        self.is_ready = connection.is_writable
+
+    def write(self, found: Found) -> bool:
+        """Write chunks, unless they are large."""
+        if self._writer.num_values(found) > LARGE_VALUES:
+            return False
+        if chunks := self._writer.write(found):
+            self._connection.write_chunk(chunks)
+        return True
+
+
 async def _stream(
-    service: Service, shape: Shape, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+    service: Service,
+    shape: Shape,
+    request: GenerationRequest,
+    request_id: str,
+    merged: MergedStreams,
+    send: Send,
+    connection: ChunkedConnection | None,
 ) -> None:
     """Send the outputs while they are generated.
 
     The response begins with the first of them: an error before is a response of its own. One that comes later is the
-    last event.
+    last event. After the first, this task only sends what is large, and what comes while the client reads slowly.
     """
     writer = shape.writer(request, **service.common(request_id))
     started = False
@@ -92,6 +124,8 @@ async def _stream(
                 await service.bodies.send(send, writer.strings(found))
             elif chunks := writer.write(found):
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
+            if merged.sink is None and connection is not None:
+                merged.sink = _Direct(writer, connection)
     except NanoinferError as e:
         if not started:
             raise
