@@ -351,3 +351,23 @@ def test_results_that_cannot_be_written_are_refused_before_measuring(tiny_folder
         refuses(lambda p=plan: run(p, "test", log=say), str(path), "cannot be written")  # type: ignore[misc]
     plan = Plan(model=str(tiny_folder), engine=("static",), report=inside)
     refuses(lambda: run(plan, "test", log=say), str(inside), "cannot be written")
+
+
+@pytest.mark.parametrize("fitting, sizes", [(8, [8]), (5, [4, 4]), (4, [4, 4]), (3, [1, 3, 3, 1]), (2, [2, 2, 2, 2])])
+def test_backends_in_as_many_bits_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitting: int, sizes: list[int]
+) -> None:
+    from helpers.models import TINY
+    from nanoinfer.bench import harness
+    from nanoinfer.bench.suites import Options
+    from nanoinfer.roofline.ceilings import Ceiling
+
+    ceiling = Ceiling("here", 1e10, {"float32": 1e11}, "a test")
+    made = harness.Harness(tmp_path, TINY, ceiling, Options(), ProgressBar("bench", False))
+    formats = [("float32", None)] + [("bfloat16", None)] * 3 + [("float32", "int8")] * 3 + [("float32", "int4")]
+    cases = [Case(f"peer{i}", "m", dtype, q) for i, (dtype, q) in enumerate(formats)]
+    need = made._memory_bytes(cases[0])
+    monkeypatch.setattr(harness, "free_memory", lambda device: fitting * need * 3 // 2 + 2)
+    parts = made._parts(cases)
+    assert [case for part in parts for case in part] == cases
+    assert [len(part) for part in parts] == sizes

@@ -20,6 +20,15 @@ SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
+BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "Q8_0": 8,
+    "int4": 4,
+    "Q4_0": 4,
+}  # of a format's weights
 WORKLOADS = ("uniform", "mixed", "prefix", "arrival", "text", "copy")
 IRREGULAR = ("mixed", "prefix", "arrival")  # workloads whose steps differ too much for the arithmetic of one step
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
@@ -84,6 +93,11 @@ class Case:
     def format(self) -> str:
         """The weight format: the quantization, or the dtype without one."""
         return self.quantization or self.dtype
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight; 0 for an unknown format."""
+        return BITS.get(self.format, 0)
 
     @property
     def label(self) -> str:

@@ -84,21 +84,30 @@ class Harness:
         return self._clock() - self._started >= self._options.budget_sec
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory, of a GPU 5/6."""
+        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory, of a GPU 5/6.
+
+        Neighbours in as many bits stay together if they fit: what is compared is then interleaved.
+        """
         device = group[0].device
         room = free_memory("cpu") * 2 // 3
         if device != "cpu":
             room = min(room, free_memory(device) * 5 // 6)
         parts: list[list[Case]] = [[]]
         used = 0
-        for case in group:
-            if not any(c.loaded == case.loaded for c in parts[-1]):  # those that differ in their draft share a process
-                need = self._memory_bytes(case)
-                if used and (used + need > room or not self._options.together):
-                    parts.append([])
-                    used = 0
-                used += need
-            parts[-1].append(case)
+        for _, of_bits in groupby(group, key=lambda c: c.bits):
+            same = list(of_bits)
+            whole = sum(self._memory_bytes(case) for case in dict.fromkeys(case.loaded for case in same))
+            ahead = whole if whole <= room else 0
+            for case in same:
+                if not any(
+                    c.loaded == case.loaded for c in parts[-1]
+                ):  # those that differ in their draft share a process
+                    need = self._memory_bytes(case)
+                    if used and (used + max(need, ahead) > room or not self._options.together):
+                        parts.append([])
+                        used = 0
+                    used, ahead = used + need, 0
+                parts[-1].append(case)
         return parts
 
     def _memory_bytes(self, case: Case) -> int:

@@ -56,6 +56,11 @@ def _in_formats(shape: Case, formats: Sequence[_Format]) -> list[Case]:
     return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
 
 
+def _by_bits(cases: Sequence[Case]) -> list[Case]:
+    """Return cases of one shape with those in as many bits together: they are loaded and compared together."""
+    return sorted(cases, key=lambda c: -c.bits)
+
+
 def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     batches = (1, 4, 16) if quick else (1, 4, 16, 64, 256, 512)
     rungs = [(engine, "float32", q) for engine in engines for q in (None, *ENGINES[engine].quantizations)]
@@ -149,13 +154,13 @@ def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool)
     ours += [(best, "float32", q) for q in ENGINES[best].quantizations]
     short = Case(best, model, prompt_tokens=32, output_tokens=16 if quick else 32)
     if quick:
-        return _in_formats(short, ours + _PEERS)
+        return _by_bits(_in_formats(short, ours + _PEERS))
     long = replace(short, prompt_tokens=min(1000, config.block_size - 24), output_tokens=16)
     # A case takes minutes in float32, so this has only the formats used for speed.
     light = [f for f in ours + _PEERS if f[1:] != ("float32", None) and f[0] != "transformers-static"]
     shapes = (short, replace(short, batch=8), replace(short, batch=64), long)
-    cases = [case for shape in shapes for case in _in_formats(shape, ours + _PEERS)]
-    return cases + _in_formats(replace(long, batch=8), light)
+    cases = [case for shape in shapes for case in _by_bits(_in_formats(shape, ours + _PEERS))]
+    return cases + _by_bits(_in_formats(replace(long, batch=8), light))
 
 
 def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -178,7 +183,7 @@ def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: boo
         arrival = replace(arrival, prompt_tokens=min(256, room - 24), output_tokens=16)
         arrivals, batches = [arrival], [16]
     cases = [prefix, replace(prefix, prefix_caching=True), *arrivals, replace(arrival, max_num_batched_tokens=64)]
-    return [*_in_formats(mixed, formats), *cases, *(replace(steady, batch=b) for b in batches)]
+    return [*_by_bits(_in_formats(mixed, formats)), *cases, *(replace(steady, batch=b) for b in batches)]
 
 
 GPU_LARGE = "random:gpt2-xl"

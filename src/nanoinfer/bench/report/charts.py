@@ -10,7 +10,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report import panels
-from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, bits, chart, look, record_of, y_axis
+from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, chart, look, record_of, y_axis
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.row import Row
 
@@ -90,7 +90,7 @@ def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
     measure = panel.measure
     sign = 1 if measure.unit == "ms" else -1
-    if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
+    if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-each[0].case.bits, sign * each[1]))):
         return
     longest = max(y for _, y in shown)
     limits = [(row, panels.ceiling(row)) for row, _ in shown] if measure.ceiling else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nanoinfer.bench.formatting import digits
-from nanoinfer.bench.report.marks import bits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.row import Row
@@ -34,7 +33,7 @@ def _over_peers(panel: Panel, every: list[Row]) -> str | None:
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
     for width in (8, 16, 32, 4):
-        same = measure.of([r for r in panel.rows if r.case.draft is None and bits(r.case) == width])
+        same = measure.of([r for r in panel.rows if r.case.draft is None and r.case.bits == width])
         ours = [each for each in same if each[0].case.backend in ENGINES]
         peers = [each for each in same if each[0].case.backend not in ENGINES]
         if ours and peers:

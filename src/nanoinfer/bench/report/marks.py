@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import Case
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.panels import Measure, ceiling, setting, share_of_ceiling
 from nanoinfer.bench.row import Row
@@ -32,7 +31,6 @@ COLORS = {  # contrast of 3 and more on white and on the dark page
     "ctranslate2": "#b68d0a", "transformers-dynamic": "#dd3c7f", "transformers-static": "#dc7284",
     "ik_llama.cpp": "#6f8f1f", "openvino": "#a8623f", "vllm": "#5b7fa6",
 }  # fmt: skip
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}
 _DASHES = {32: [1, 0], 16: [7, 3], 8: [3, 2], 4: [8, 3, 2, 3]}
 _SHAPES = {32: "circle", 16: "square", 8: "triangle-up", 4: "diamond"}
 Record = dict[str, Any]
@@ -80,11 +78,6 @@ def chart(
     return spec
 
 
-def bits(case: Case) -> int:
-    """Return the bits of a weight; 0 for an unknown format."""
-    return BITS.get(case.format, 0)
-
-
 def record_of(row: Row, measure: Measure, value: float, **more: Any) -> Record:
     """Return one mark with its tooltip."""
     share = share_of_ceiling(row) if measure.ceiling else None
@@ -103,8 +96,8 @@ def look(rows: Sequence[Row]) -> dict[str, Channel]:
     cases = {row.case.label: row.case for row in rows}
     ranges = {
         "color": [COLORS.get(c.backend, GREY) for c in cases.values()],
-        "strokeDash": [_DASHES.get(bits(c), [1, 0]) for c in cases.values()],
-        "shape": [_SHAPES.get(bits(c), "cross") for c in cases.values()],
+        "strokeDash": [_DASHES.get(c.bits, [1, 0]) for c in cases.values()],
+        "shape": [_SHAPES.get(c.bits, "cross") for c in cases.values()],
     }
     return {channel: {"scale": {"domain": list(cases), "range": values}} for channel, values in ranges.items()}
 
