@@ -4,8 +4,8 @@
 
 The target continues passages of the last tenth of TEXT. At each position of its output the draft's two most likely
 tokens are known, so every round of a chain or a tree can be replayed: a round ends at the first position where the
-target's token was not proposed. The tree is a chain and a second one that begins with the second candidate, at the first
-position ("first") or where the draft is least certain ("low"). "x": tokens per round over the chain's.
+target's token was not proposed. The tree is a chain and a second one that begins with the second candidate, at the
+first position ("first") or where the draft is least certain ("low"). "x": tokens per round over the chain's.
 "rows": tokens that the target processes in a round, with an attention mask for the tree. Two forked sequences would
 repeat the newest token and all up to the branch.
 """
