@@ -9,18 +9,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.layer_config import LayerKind as LayerKind  # of this module to all others
+from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
 BIASES = ("norm", "qkv", "proj", "mlp")
 """Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
-SCALINGS = ("none", "linear", "llama3")
 CHOICES = {
     "activation": ACTIVATIONS,
     "norm": ("layer", "rms"),
     "norm_weight": ("plain", "one_plus", "none"),
-    "norm_placement": ("before", "after", "both"),
+    "norm_placement": ("before", "after", "both", "shared"),
     "qk_norm": ("none", "head", "whole"),
 }
 """Fields of ModelConfig that are one of several names."""
@@ -31,56 +32,6 @@ SAMPLERS = ("auto", "reference", "flashinfer")
 GENERATION_CONFIGS = ("auto", "vllm")
 MAX_LAYERS = 10_000
 """Each layer of a config is described, before the weights are compared with their number."""
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding (Su et al. 2021): each pair of dimensions is rotated by an angle that grows with the
-    position. Dimension i is paired with dimension i + dim / 2.
-
-    Raises:
-        NanoinferError: a field is out of range.
-    """
-
-    dim: int
-    """Number of dimensions of a head that are rotated, the first ones; even."""
-    base: float = 10000.0
-    """Pair i turns by base**(-2 i / dim) radians at each position."""
-    scaling: str = "none"
-    """How frequencies are lowered for longer contexts: none, linear (all), or llama3 (the low ones)."""
-    factor: float = 1.0
-    """Scaled frequencies are divided by it."""
-    low_freq_factor: float = 1.0
-    """llama3: frequencies with fewer turns than this in the original context are divided."""
-    high_freq_factor: float = 4.0
-    """llama3: frequencies with more turns than this in the original context are kept; those between are blended."""
-    original_context: int = 8192
-    """llama3: the context length before the frequencies were scaled."""
-
-    def __post_init__(self) -> None:
-        require_int("rotary dim", self.dim, 2, 2**16)
-        if self.dim % 2:
-            raise NanoinferError(f"rotary dim={self.dim} is not even")
-        require_float("rope_theta", self.base, 1.0, 1e12)
-        require_choice("rope_type", self.scaling, SCALINGS)
-        require_float("rope factor", self.factor, 1.0, 1e6)
-        require_float("low_freq_factor", self.low_freq_factor, 1e-3, 1e6)
-        require_float("high_freq_factor", self.high_freq_factor, 1e-3, 1e6)
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise NanoinferError(
-                f"low_freq_factor={self.low_freq_factor} is not less than high_freq_factor={self.high_freq_factor}"
-            )
-        require_int("original_max_position_embeddings", self.original_context, 1, 2**31 - 1)
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What may differ from layer to layer."""
-
-    window: int | None = None
-    """A query attends to this many positions, its own included; None: to all earlier ones."""
-    rotary: Rotary | None = None
-    """Rotation of queries and keys; None: this layer has none."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +81,8 @@ class ModelConfig:
     norm_weight: str = "plain"
     """What norms multiply by: plain (the weight), one_plus (1 + the weight), or none."""
     norm_placement: str = "before"
-    """Where the norms of a block stand: before attention and MLP, after them (before the residual), or both."""
+    """Where the norms of a block stand: before attention and MLP, after them (before the residual), or both; shared:
+    attention and MLP, in parallel, have the same one before them."""
     parallel_residual: bool = False
     """Whether attention and MLP read the same input, and the block adds both."""
     gated_mlp: bool = False
@@ -145,6 +97,12 @@ class ModelConfig:
     """Factor of the token embedding."""
     embedding_norm: bool = False
     """Whether the embedding is normalised before the first block."""
+    residual_scale: float | None = None
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    final_scale: float | None = None
+    """Factor of the final hidden states, and thereby of the logits."""
+    head_bias: bool = False
+    """Whether the output head has biases."""
     logits_softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap)."""
 
@@ -161,10 +119,14 @@ class ModelConfig:
         for name in _FLAGS:
             require_bool(name, getattr(self, name))
         require_float("norm_epsilon", self.norm_epsilon, 0.0, 1.0)
-        for name in ("attention_scale", "attention_softcap", "embedding_scale", "logits_softcap"):
+        for name in _FACTORS:
             if getattr(self, name) is not None:
                 require_float(name, getattr(self, name), 1e-6, 1e6)
         self._check_layers()
+        if self.norm_placement == "shared" and not self.parallel_residual:
+            raise NanoinferError("norm_placement=shared needs parallel_residual=True")
+        if self.head_bias and self.tie_word_embeddings:
+            raise NanoinferError("head_bias=True needs tie_word_embeddings=False")
         if self.bos_token_id is not None:
             require_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         if not isinstance(self.eos_token_ids, tuple):
@@ -198,6 +160,8 @@ class ModelConfig:
                 require_int("window", kind.window, 1, 2**31 - 1)
             if kind.rotary is not None and kind.rotary.dim > self.head_dim:
                 raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
+            if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
+                raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
 
     @property
     def head_dim(self) -> int:
@@ -239,6 +203,11 @@ class ModelConfig:
         return {self.layer(i).window for i in range(self.n_layer)}
 
     @property
+    def block_norms(self) -> tuple[str, ...]:
+        """The norms of a block, in the order of its operations; those of queries and keys are not among them."""
+        return _BLOCK_NORMS[self.norm_placement]
+
+    @property
     def is_gpt2(self) -> bool:
         """Whether the layers are GPT-2's, apart from sizes, biases and the variant of GELU."""
         sizes = {name: getattr(self, name) for name in _GPT2_FIELDS}
@@ -253,7 +222,16 @@ _GPT2_FIELDS = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "bias", "activation", "norm_epsilon",
     "tie_word_embeddings", "bos_token_id", "eos_token_ids", "family",
 )  # fmt: skip
-_FLAGS = ("tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm")
+_FLAGS = ("tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias")
+_FACTORS = (
+    "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",
+)  # fmt: skip
+_BLOCK_NORMS = {
+    "before": ("ln_1", "ln_2"),
+    "after": ("post_1", "post_2"),
+    "both": ("ln_1", "post_1", "ln_2", "post_2"),
+    "shared": ("ln_1",),
+}
 
 
 @dataclass(frozen=True)

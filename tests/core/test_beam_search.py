@@ -101,7 +101,7 @@ def test_outputs_and_scores_equal_those_of_transformers(
     assert not llm.engine.handles
 
 
-@pytest.mark.parametrize("case", ["gemma3", "qwen2-windows", "nanochat", "gpt_neox"])
+@pytest.mark.parametrize("case", ["gemma3", "qwen2-windows", "nanochat", "gpt_neox", "cohere2", "ministral3"])
 def test_other_families_equal_transformers(model_of: Callable[[str], tuple[Any, LLM]], case: str) -> None:
     model, llm = model_of(case)
     for width, max_tokens, ignore_eos in [(3, 1, False), (4, 20, True), (6, 9, False)]:

@@ -28,6 +28,13 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 32,
+    "beta_fast": 4.0, "beta_slow": 1.0,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0],
+}  # fmt: skip
 # Name -> (config class of transformers, fields beside SMALL's; None removes one)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32}),
@@ -66,11 +73,89 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2Config", {}),
     "starcoder2-window": ("Starcoder2Config", {"sliding_window": 6, "use_bias": False, "num_key_value_heads": 1}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16}),
+    "llama-mscale": (
+        "LlamaConfig",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0}, "head_dim": 16},
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 10}),
+    "gemma2": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "phi": ("PhiConfig", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "hidden_size": 32}),
+    "phi-norms": ("PhiConfig", {"hidden_size": 32, "qk_layernorm": True, "num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {}),
+    "phi3-short": (
+        "Phi3Config",
+        {
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 96,
+            "sliding_window": 9,
+        },
+    ),
+    "phi3-long": (
+        "Phi3Config",
+        {
+            "rope_parameters": LONG | {"partial_rotary_factor": 0.75},
+            "hidden_size": 32,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo": ("OlmoConfig", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 6}),
+    "olmo3-yarn": (
+        "Olmo3Config",
+        {"sliding_window": 6, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+    ),
+    "ministral": ("MinistralConfig", {"sliding_window": 5, "head_dim": 6}),
+    "ministral-layers": (
+        "MinistralConfig",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2, "head_dim": 8},
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 8,
+            "rope_parameters": YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 12, "factor": 8.0}
+            | {"llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "stablelm": ("StableLmConfig", {"hidden_size": 32}),
+    "stablelm-parallel": ("StableLmConfig", {"hidden_size": 32, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "glm": ("GlmConfig", {"head_dim": 8}),
+    "glm4": ("Glm4Config", {"head_dim": 12}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5, "attention_bias": True}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6, "logit_scale": 0.6}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 6}),
+    "exaone4-no-window": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 10, "use_bias": True}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 8, "attention_out_bias": True}),
+    "arcee": ("ArceeConfig", {}),
+    "helium": ("HeliumConfig", {"head_dim": 6}),
+    "gptj": (
+        "GPTJConfig",
+        {
+            "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None, "num_attention_heads": None,
+            "num_key_value_heads": None, "max_position_embeddings": None, "n_embd": 40, "n_layer": 3, "n_head": 4,
+            "n_positions": 96, "n_inner": 48, "rotary_dim": 6,
+        },
+    ),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
-}
+}  # fmt: skip
 
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "gemma3-7-layers": (
         "Gemma3TextConfig",
         {
@@ -96,6 +181,7 @@ def make_folder(case: str, folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
-            p.copy_(torch.randn_like(p) * 0.3 + (1.0 if p.dim() == 1 and name.endswith("weight") else 0.0))
+            one = p.dim() == 1 and name.endswith("weight") and "Gemma" not in type(config).__name__  # theirs is added
+            p.copy_(torch.randn_like(p) * 0.3 + float(one))
     model.save_pretrained(folder)
     return model

@@ -5,6 +5,7 @@ The names of tensors, the order of rows and the keys are those of llama.cpp's co
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +105,12 @@ def tiny_gguf(
 # Models of transformers -----------------------------------------------------------------------------------------
 
 ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "qwen2": "qwen2",
-                 "qwen3": "qwen3", "gemma3_text": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3"}  # fmt: skip
+                 "qwen3": "qwen3", "gemma3_text": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3",
+                 "gemma": "gemma", "gemma2": "gemma2", "phi": "phi2", "phi3": "phi3", "granite": "granite",
+                 "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
+                 "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee"}  # fmt: skip
+PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee")
+LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -116,7 +122,14 @@ NAMES = {
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "attention.query_key_value": "attn_qkv",
     "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "model.final_layernorm": "output_norm",
+    "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
 }  # fmt: skip
+
+
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "exaone4", "seed_oss")
 
 
 def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
@@ -133,14 +146,14 @@ def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarr
         layer, _, base = rest.partition(".")
         prefix = f"blk.{layer}."
     if base == "post_attention_layernorm":
-        theirs = "post_attention_norm" if kind in ("gemma3_text", "olmo2") else "ffn_norm"
+        theirs = "post_attention_norm" if kind in AFTER_ATTENTION else "ffn_norm"
     else:
         theirs = NAMES[base]
     if kind == "gpt2" and prefix and values.ndim == 2:
         values = values.T
-    if kind in ("llama", "mistral", "smollm3") and theirs in ("attn_q", "attn_k"):
+    if kind in PERMUTED and theirs in ("attn_q", "attn_k"):
         values = permute(values, config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads)
-    if kind == "gemma3_text" and theirs.endswith("norm"):
+    if kind.startswith("gemma") and theirs.endswith("norm"):
         values = values + np.float32(1)
     if kind == "gpt_neox" and theirs == "attn_qkv":  # of each head its queries, keys and values -> all queries, ...
         values = (
@@ -161,20 +174,25 @@ def metadata_of(config: Any) -> dict[str, Any]:
         "feed_forward_length": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "attention.head_count": n_head,
     }
-    if kind in ("gpt2", "gpt_neox"):
+    if kind in ("gpt2", *LAYER_NORMS):
         epsilon = config.layer_norm_epsilon if kind == "gpt2" else config.layer_norm_eps
         found["attention.layer_norm_epsilon"] = float(epsilon)
+    elif kind == "olmo":
+        found["attention.layer_norm_epsilon"] = 1e-5
     else:
+        found["attention.layer_norm_rms_epsilon"] = float(config.rms_norm_eps)
+    if kind not in ("gpt2", "gpt_neox"):
         found |= {
             "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
             "vocab_size": config.vocab_size,
             "attention.key_length": width,
             "attention.value_length": width,
         }
+    found |= further_keys(config)
+    if "partial_rotary_factor" in rope:
+        found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
     if kind == "gpt_neox":
         found["use_parallel_residual"] = config.use_parallel_residual
-        found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
     elif kind in ("llama", "mistral"):
         found["rope.dimension_count"] = width
     if kind == "gemma3_text":
@@ -189,6 +207,39 @@ def metadata_of(config: Any) -> dict[str, Any]:
     return {"general.architecture": arch} | {f"{arch}.{name}": item for name, item in found.items()}
 
 
+def further_keys(config: Any) -> dict[str, Any]:
+    """Return the keys of single architectures."""
+    kind, found = config.model_type, {}
+    if kind == "gemma2":
+        found["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+        found["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if kind == "granite":
+        found["attention.scale"] = float(config.attention_multiplier)
+        found["embedding_scale"] = float(config.embedding_multiplier)
+        found["residual_scale"] = float(config.residual_multiplier)
+        found["logit_scale"] = float(config.logits_scaling)
+    if kind in ("cohere", "cohere2"):
+        found |= {"logit_scale": float(config.logit_scale), "rope.scaling.type": "none"}
+    if kind == "phi3":
+        found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+        found["attention.sliding_window"] = config.sliding_window or 0
+        if longrope(config):
+            context, original = config.max_position_embeddings, config.original_max_position_embeddings
+            found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(context / original) / math.log(original))
+    if kind in ("gemma2", "cohere2", "exaone4") and config.sliding_window is not None:
+        found["attention.sliding_window"] = config.sliding_window
+    if kind == "exaone4" and config.sliding_window is not None:
+        found["attention.sliding_window_pattern"] = np.array([t != "full_attention" for t in config.layer_types])
+    return found
+
+
+def longrope(config: Any) -> dict[str, np.ndarray]:
+    """Return the divisors of the frequencies of a Phi-3 as tensors."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    names = [name for name in ("long_factor", "short_factor") if config.model_type == "phi3" and name in rope]
+    return {f"rope_factors_{name.split('_')[0]}.weight": np.array(rope[name]) for name in names}
+
+
 def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
     """Write a model of transformers' as a GGUF file; matrices are stored by `store`, vectors in float32."""
     tensors = {}
@@ -198,5 +249,6 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
             continue
         theirs, values = tensor_of(name, p.detach().float().numpy(), model.config)
         tensors[theirs] = store(values) if values.ndim == 2 else as_f32(values)
+    tensors |= {name: as_f32(values) for name, values in longrope(model.config).items()}
     extra_tensors = extra.pop("tensors", {})
     return write_gguf(path, metadata_of(model.config) | extra, tensors | extra_tensors)

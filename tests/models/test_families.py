@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, make_folder  # noqa: E402
+from helpers.families import CASES, SMALL, make_folder  # noqa: E402
 from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.families import FAMILIES  # noqa: E402
 from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
@@ -58,3 +58,47 @@ def test_the_parameters_of_the_reference_model_are_those_of_the_shapes(case: tup
     weights = open_folder(case[1])
     found = {name: tuple(p.shape) for name, p in load_gpt(weights).named_parameters()}
     assert found == shapes(weights.config)
+
+
+def make_folder_with_images(kind: str, folder: Path) -> Any:
+    """Save a random model of texts and images; return the model of transformers."""
+    small = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = SMALL | {"head_dim": 8}
+    if kind == "gemma3":
+        vision = transformers.SiglipVisionConfig(**small, image_size=8, patch_size=4)
+        config = transformers.Gemma3Config(text_config=text | {"sliding_window": 6}, vision_config=vision)
+        config.mm_tokens_per_image = 1
+    else:
+        vision = transformers.PixtralVisionConfig(**small, image_size=8, patch_size=4)
+        text["model_type"] = kind.partition("-")[2]
+        config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3-mistral", "mistral3-ministral3"])
+def test_the_text_model_of_a_model_of_texts_and_images(kind: str, tmp_path: Path) -> None:
+    model = make_folder_with_images(kind, tmp_path / "model")
+    weights = open_folder(tmp_path / "model")
+    idx = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+    save(weights, tmp_path / "saved")
+    assert open_folder(tmp_path / "saved").config == weights.config
+
+
+@torch.inference_mode()
+def test_longrope_takes_the_divisors_of_the_context_length(tmp_path: Path) -> None:
+    """transformers selects them by the length of each text."""
+    model, idx = make_folder("phi3-long", tmp_path / "model"), torch.arange(60)[None]
+    weights = open_folder(tmp_path / "model")
+    torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+    short = weights.shortened(32)
+    torch.testing.assert_close(load_gpt(short)(idx[:, :32]), model(idx[:, :32]).logits, rtol=1e-4, atol=1e-4)
+    assert (load_gpt(weights)(idx[:, :32]) - load_gpt(short)(idx[:, :32])).abs().max() > 0.1

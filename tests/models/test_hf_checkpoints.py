@@ -187,7 +187,7 @@ def test_a_model_outlives_its_file(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     "name,value",
     [
-        ("model_type", "gptj"),
+        ("model_type", "opt"),
         ("model_type", None),
         ("model_type", ["gpt2"]),
         ("activation_function", "relu"),

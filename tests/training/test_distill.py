@@ -206,3 +206,11 @@ def test_a_target_with_a_soft_cap_is_refused(tmp_path: Path) -> None:
             lambda option=option: distill.load_target(str(capped), 16, option),
             f"{option}='{capped}': a target with logits_softcap=5.0 is not supported",
         )
+
+
+def test_a_target_whose_head_has_biases_is_refused(tmp_path: Path) -> None:
+    gptj = {"bias": ("norm", "mlp"), "learned_positions": False, "norm_placement": "shared", "parallel_residual": True}
+    layers = (LayerKind(None, Rotary(8)),) * TINY.n_layer
+    config = replace(TINY, family="gptj", head_bias=True, tie_word_embeddings=False, layers=layers, **gptj)
+    biased = make_folder(tmp_path / "biased", config)
+    refuses(lambda: distill.load_target(str(biased), 16, "distill"), "biases of the output head is not supported")

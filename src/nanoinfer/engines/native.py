@@ -166,11 +166,15 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         setattr(options, name, getattr(model, name))
     options.attention_scale = model.attention_scale or 0.0  # 0: head_dim**-0.5
     options.attention_softcap, options.logits_softcap = model.attention_softcap or 0.0, model.logits_softcap or 0.0
-    options.embedding_scale = model.embedding_scale or 1.0
+    for name in ("embedding_scale", "residual_scale", "final_scale"):
+        setattr(options, name, getattr(model, name) or 1.0)
     options.windows = [kind.window or 0 for kind in kinds]
     rotaries = list(dict.fromkeys(kind.rotary for kind in kinds if kind.rotary is not None))
     options.rotary = [-1 if kind.rotary is None else rotaries.index(kind.rotary) for kind in kinds]
-    options.frequencies = [frequencies(rotary).tolist() for rotary in rotaries]
+    options.frequencies = [frequencies(rotary, model.block_size).tolist() for rotary in rotaries]
+    options.rotary_factors = [rotary.attention_factor for rotary in rotaries]
+    if growing := [rotary for rotary in rotaries if rotary.query_growth]:
+        options.query_growth, options.query_context = growing[0].query_growth, growing[0].original_context
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):

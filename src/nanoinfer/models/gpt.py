@@ -110,26 +110,35 @@ class Block(nn.Module):
     """One transformer block: x + attention(ln_1(x)), then x + MLP(ln_2(x)).
 
     Other families also have norms after attention and MLP (post_1, post_2), in place of those before them or beside
-    them; or attention and MLP read the same x (parallel residual).
+    them; or attention and MLP read the same x (parallel residual), normalised once if they share the norm.
     """
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
-        self.ln_1 = make_norm(config) if before else nn.Identity()
+
+        def norm(name: str) -> nn.Module:
+            return make_norm(config) if name in config.block_norms else nn.Identity()
+
+        self.ln_1 = norm("ln_1")
         self.attn = Attention(config)
-        self.post_1 = make_norm(config) if after else nn.Identity()
-        self.ln_2 = make_norm(config) if before else nn.Identity()
+        self.post_1 = norm("post_1")
+        self.ln_2 = norm("ln_2")
         self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
-        self.post_2 = make_norm(config) if after else nn.Identity()
-        self.parallel = config.parallel_residual
+        self.post_2 = norm("post_2")
+        self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
+        self.scale = config.residual_scale
         self.dropout = dropout
 
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
         """Return the block's output of x, (..., C), same shape."""
-        y = x + F.dropout(self.post_1(self.attn(self.ln_1(x), attend, rotation)), self.dropout, self.training)
-        mlp = self.post_2(self.mlp(self.ln_2(x if self.parallel else y)))
-        return y + F.dropout(mlp, self.dropout, self.training)
+        normed = self.ln_1(x)
+        y = x + self._branch(self.post_1(self.attn(normed, attend, rotation)))
+        mlp = self.post_2(self.mlp(normed if self.shared else self.ln_2(x if self.parallel else y)))
+        return y + self._branch(mlp)
+
+    def _branch(self, y: Tensor) -> Tensor:
+        """Return what is added to the residual stream, for the output of attention or MLP."""
+        return F.dropout(y if self.scale is None else y * self.scale, self.dropout, self.training)
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
@@ -170,7 +179,7 @@ class GPT(nn.Module):
             "ln_f": make_norm(config),
         }
         self.transformer = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -197,19 +206,30 @@ class GPT(nn.Module):
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
         rotaries = {kind.rotary for kind in self._kinds if kind.rotary is not None}
-        rotations = {r: rotation(self._frequency(r, pos.device), pos, x.dtype) for r in rotaries}
+        rotations = {r: self._rotation(r, pos, x.dtype) for r in rotaries}
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
                 x = block(x, partial(cast(Attend, attend), layer), by)
-        return parts["ln_f"](x)  # type: ignore[no-any-return]
+        x = parts["ln_f"](x)
+        return x if self.config.final_scale is None else x * self.config.final_scale  # type: ignore[no-any-return]
+
+    def _rotation(self, rotary: Rotary, pos: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of tokens at positions `pos`. What multiplies queries is part of their rotation."""
+        scale: Tensor | float = rotary.attention_factor
+        if rotary.query_growth:
+            growth = rotary.query_growth * torch.log1p((pos // rotary.original_context).float())[..., None, None]
+            heads = growth.expand(*pos.shape, self.config.n_head, 1)
+            scale = scale * torch.cat((1.0 + heads, torch.ones_like(heads[..., : self.config.n_kv_head, :])), -2)
+        return rotation(self._frequency(rotary, pos.device), pos, dtype, scale)
 
     def _frequency(self, rotary: Rotary, device: torch.device) -> Tensor:
         """Return the frequencies of a rotary embedding, kept on the device: a CUDA graph cannot capture their copy."""
         if (rotary, device) not in self._frequencies:
-            self._frequencies[rotary, device] = torch.from_numpy(frequencies(rotary)).to(device)
+            values = frequencies(rotary, self.config.block_size)
+            self._frequencies[rotary, device] = torch.from_numpy(values).to(device)
         return self._frequencies[rotary, device]
 
     def _embed(self, idx: Tensor, pos: Tensor) -> Tensor:

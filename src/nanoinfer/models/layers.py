@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from nanoinfer.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of the angles of each token, (..., 1, dim) each: dim / 2 angles twice, the first sines negated."""
+"""Cosine and sine of the angles of each token, (..., 1, dim) each: dim / 2 angles twice, the first sines negated.
+(..., H + K, dim) if the heads of queries and of keys differ in a factor."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
@@ -62,10 +63,16 @@ class GatedMLP(nn.Module):
         return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))  # type: ignore[no-any-return]
 
 
-def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of tokens at positions `pos`, int64 of any shape, for `rotary.frequencies` on its device."""
+def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Rotation:
+    """Return the rotation of tokens at positions `pos`, int64 of any shape, for `rotary.frequencies` on its device.
+
+    Rotated values are multiplied by `scale`, a number or (..., H + K, 1).
+    """
     angles = pos[..., None, None].float() * frequency
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if not isinstance(scale, float) or scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    cos, sin = cos.to(dtype), sin.to(dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 

@@ -40,26 +40,28 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         norm("transformer.ln_e")
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
-        if config.norm_placement != "after":
+        if "ln_1" in config.block_norms:
             norm(f"{h}.ln_1")
         linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
         linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
         if config.qk_norm != "none":
             norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
             norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
-        if config.norm_placement != "before":
+        if "post_1" in config.block_norms:
             norm(f"{h}.post_1")
-        if config.norm_placement != "after":
+        if "ln_2" in config.block_norms:
             norm(f"{h}.ln_2")
         if config.gated_mlp:
             linear(f"{h}.mlp.c_gate", F, C, "mlp")
         linear(f"{h}.mlp.c_fc", F, C, "mlp")
         linear(f"{h}.mlp.c_proj", C, F, "mlp")
-        if config.norm_placement != "before":
+        if "post_2" in config.block_norms:
             norm(f"{h}.post_2")
     norm("transformer.ln_f")
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = (config.vocab_size, C)
+        if config.head_bias:
+            found["lm_head.bias"] = (config.vocab_size,)
     return found
 
 

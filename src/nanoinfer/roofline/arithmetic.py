@@ -204,7 +204,8 @@ def _step(
     )
     head_norms = 2 if config.embedding_norm else 1
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
-    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + head_norms * norm * C * s}))
+    vectors = head_norms * norm * C + config.head_bias * V
+    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
     return StepCost(layers, head, activations)
 
@@ -217,12 +218,13 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
 
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    norms = 2 if config.norm_placement == "both" else 1  # of attention, and of the MLP
+    of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
+    of_attention = len(config.block_norms) - of_mlp
     qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * (A + 2 * K) + proj * C + norm * (norms * C + qk_norm)
+    vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm)
     attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
-    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + (bias * (F + C) + norm * norms * C) * s
+    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + (bias * (F + C) + norm * of_mlp * C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
     return attention, mlp
@@ -231,7 +233,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
 def _token_activations(config: ModelConfig) -> int:
     """Return the number of values that operations read and write for a token, beside weights, KV cache and logits."""
     C, F, A, K = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim
-    norms = 4 if config.norm_placement == "both" else 2
+    norms = len(config.block_norms)
     # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
     # activation 2F, c_proj F + C.
     layer = 2 * norms * C + 10 * C + 4 * A + 6 * K + 4 * F
@@ -239,9 +241,12 @@ def _token_activations(config: ModelConfig) -> int:
         layer += C + 4 * F
     if config.qk_norm != "none":
         layer += 2 * (A + K)
+    if config.residual_scale is not None:
+        layer += 4 * C
     rotated = 2 * (A + K) * sum(config.layer(i).rotary is not None for i in range(config.n_layer))
-    # wte + wpe 3C, scaling 2C, ln_e 2C, ln_f 2C.
-    top = 3 * config.learned_positions + 2 * (config.embedding_scale is not None) + 2 * config.embedding_norm + 2
+    # wte + wpe 3C, scalings 2C each, ln_e 2C, ln_f 2C.
+    scalings = (config.embedding_scale is not None) + (config.final_scale is not None)
+    top = 3 * config.learned_positions + 2 * scalings + 2 * config.embedding_norm + 2
     return config.n_layer * layer + rotated + top * C
 
 

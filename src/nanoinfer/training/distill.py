@@ -58,6 +58,10 @@ def load_target(name: str, block_size: int, option: str = "distill") -> LoadedMo
             f"{option}={name!r}: a target with logits_softcap={target.config.logits_softcap} is not supported, because"
             " logits are computed from stored hidden states: use another target"
         )
+    if target.config.head_bias:
+        raise NanoinferError(
+            f"{option}={name!r}: a target with biases of the output head is not supported: use another"
+        )
     return target
 
 

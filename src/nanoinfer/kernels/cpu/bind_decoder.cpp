@@ -51,9 +51,11 @@ void read_names(const Settings& given, DecoderShape& shape) {
   const int weight = by_name<int>("norm_weight", given.norm_weight_name, {{"plain", 0}, {"one_plus", 1}, {"none", 2}});
   shape.norm_weight = weight != 2;
   shape.norm_offset = weight == 1 ? 1.0f : 0.0f;
-  const int place = by_name<int>("norm_placement", given.norm_placement, {{"before", 0}, {"after", 1}, {"both", 2}});
+  const int place = by_name<int>("norm_placement", given.norm_placement,
+                                 {{"before", 0}, {"after", 1}, {"both", 2}, {"shared", 3}});
   shape.norm_before = place != 1;
-  shape.norm_after = place != 0;
+  shape.norm_after = place == 1 || place == 2;
+  shape.shared_norm = place == 3;
   const int qk = by_name<int>("qk_norm", given.qk_norm, {{"none", 0}, {"head", 1}, {"whole", 2}});
   shape.head_norm = qk == 1;
   shape.whole_norm = qk == 2;
@@ -205,6 +207,10 @@ void bind_decoder(nb::module_& m) {
       .def_rw("qk_norm", &Settings::qk_norm)
       .def_rw("embedding_norm", &Settings::embedding_norm)
       .def_rw("embedding_scale", &Settings::embedding_scale)
+      .def_rw("residual_scale", &Settings::residual_scale)
+      .def_rw("final_scale", &Settings::final_scale)
+      .def_rw("query_growth", &Settings::query_growth)
+      .def_rw("query_context", &Settings::query_context)
       .def_rw("learned_positions", &Settings::learned_positions)
       .def_rw("parallel_residual", &Settings::parallel_residual)
       .def_rw("gated_mlp", &Settings::gated_mlp)
@@ -214,6 +220,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("windows", &Settings::windows)
       .def_rw("rotary", &Settings::rotary)
       .def_rw("frequencies", &Settings::frequencies)
+      .def_rw("rotary_factors", &Settings::rotary_factors)
       .def_rw("weights", &Settings::weights_name)
       .def_rw("formats", &Settings::format_names)
       .def_rw("cache", &Settings::cache_name)

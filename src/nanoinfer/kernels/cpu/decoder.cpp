@@ -41,6 +41,7 @@ void resolve(DecoderShape& s) {
   if (s.attention_scale == 0) s.attention_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   if (s.windows.empty()) s.windows.assign(s.n_layer, 0);
   if (s.rotary.empty()) s.rotary.assign(s.n_layer, -1);
+  if (s.rotary_factors.empty()) s.rotary_factors.assign(s.frequencies.size(), 1);
 }
 
 void check(const DecoderShape& s, const DecoderOptions& o) {
@@ -65,6 +66,12 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   check_float("attention_softcap", s.attention_softcap, 0, 1e6f);
   check_float("logits_softcap", s.logits_softcap, 0, 1e6f);
   check_float("embedding_scale", s.embedding_scale, 1e-6f, 1e6f);
+  check_float("residual_scale", s.residual_scale, 1e-6f, 1e6f);
+  check_float("final_scale", s.final_scale, 1e-6f, 1e6f);
+  check_float("query_growth", s.query_growth, 0, 1e6f);
+  check_size("query_context", s.query_context);
+  require(s.rotary_factors.size() == s.frequencies.size(), "rotary_factors needs a number for each of frequencies");
+  for (const float factor : s.rotary_factors) check_float("a rotary factor", factor, 1e-6f, 1e6f);
   const std::size_t layers = s.n_layer;
   require(s.windows.size() == layers && s.rotary.size() == layers, "windows and rotary need a number for each layer");
   for (const std::int64_t window : s.windows) require(window >= 0, "a window must be at least 0: " + str(window));
@@ -108,7 +115,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
   for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i]);
   add_norm("transformer.ln_f", model_.ln_f, C);
-  if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
+  if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
   vectors_ = Buffer(vector_floats_ * sizeof(float), options.huge_pages);
   std::int64_t panel_bytes = 0, outputs = 0;
@@ -127,7 +134,7 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
     add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? s.head_dim : kv);
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
-  if (s.norm_before) add_norm(prefix + "ln_2", layer.ln_2, C);
+  if (s.norm_before && !s.shared_norm) add_norm(prefix + "ln_2", layer.ln_2, C);
   if (s.gated_mlp) add_matrix(prefix + "mlp.c_gate", layer.c_gate, s.mlp_dim, C, /*with_bias=*/true);
   add_matrix(prefix + "mlp.c_fc", layer.c_fc, s.mlp_dim, C, /*with_bias=*/true);
   const WeightType gate = layer.c_gate.type, fc = layer.c_fc.type;

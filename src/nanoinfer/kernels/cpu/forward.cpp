@@ -108,8 +108,8 @@ void ForwardPass::embed(int rank) {
       float* cosines = angles_ + r * angle_stride_ + angle_at_[f];
       for (std::int64_t i = 0; i < half; ++i) {
         const float angle = static_cast<float>(rows_[r].position) * s.frequencies[f][i];
-        cosines[i] = std::cos(angle);
-        cosines[padded(half) + i] = std::sin(angle);
+        cosines[i] = s.rotary_factors[f] * std::cos(angle);
+        cosines[padded(half) + i] = s.rotary_factors[f] * std::sin(angle);
       }
     }
   }
@@ -154,7 +154,7 @@ void ForwardPass::attention(std::int64_t index, int rank) {
 void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   const bool gated = model_.shape.gated_mlp;
-  prepare_input(w.ln_2, w.c_fc, rank);
+  prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc, rank);
   timed_barrier(&PartSeconds::others);
   if (gated) {
     // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
@@ -178,21 +178,21 @@ void ForwardPass::mlp_output(std::int64_t index, int rank) {
   residual(w.mlp_proj, w.post_2, rank);
 }
 
-// Add the product of the prepared rows to x, after a norm if the model has one there.
+// Add the product of the prepared rows to x, after a norm and a factor if the model has them there.
 void ForwardPass::residual(const Matrix& w, const NormWeights& post, int rank) {
-  if (!model_.shape.norm_after) {
+  const DecoderShape& s = model_.shape;
+  if (!s.norm_after && s.residual_scale == 1) {
     multiply(task(w, x_, x_stride_, Epilogue::add), rank);
     timed_barrier(&PartSeconds::products);
     return;
   }
   multiply(task(w, attended_, attended_stride_, Epilogue::store), rank);
   timed_barrier(&PartSeconds::products);
-  const std::int64_t C = model_.shape.n_embd;
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     float *y = attended_ + r * attended_stride_, *x = x_ + r * x_stride_;
-    norm(post, y, C, y);
-    for (std::int64_t i = 0; i < C; ++i) x[i] += y[i];
+    if (s.norm_after) norm(post, y, s.n_embd, y);
+    for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += y[i] * s.residual_scale;
   }
 }
 
@@ -253,12 +253,15 @@ void ForwardPass::position_queries_and_keys(std::int64_t layer, std::int64_t row
   const std::int64_t index = s.rotary[layer];
   if (!s.head_norm && index < 0) return;
   const float* cosines = index < 0 ? nullptr : angles_ + row * angle_stride_ + angle_at_[index];
+  const float growth = s.query_growth * std::log1p(static_cast<float>(rows_[row].position / s.query_context));
   for (std::int64_t h = 0; h < s.n_head + s.n_kv_head; ++h) {  // keys follow the queries
     float* x = q + h * s.head_dim;
     if (s.head_norm) norm(h < s.n_head ? w.q_norm : w.k_norm, x, s.head_dim, x);
     if (index < 0) continue;
     const std::int64_t half = s.frequencies[index].size();
     kernels_.rotate(x, cosines, cosines + padded(half), half);
+    if (growth > 0 && h < s.n_head)
+      for (std::int64_t i = 0; i < s.head_dim; ++i) x[i] *= 1 + growth;
   }
 }
 
@@ -310,6 +313,8 @@ void ForwardPass::finish(int rank) {
     if (rows_[r].logit >= 0) {
       float* y = final_hidden_.data() + rows_[r].logit * C;
       norm(model_.ln_f, x_ + r * x_stride_, C, y);
+      if (model_.shape.final_scale != 1)
+        for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, w.prepared, head_rows_.data());
     }
   timed_barrier(&PartSeconds::others);

@@ -24,6 +24,7 @@ struct DecoderShape {
   bool norm_weight = true;            // whether norms have weights
   float norm_offset = 0;              // added to the weights of norms
   bool norm_before = true, norm_after = false;  // whether blocks have norms before attention and MLP, and after them
+  bool shared_norm = false;           // ln_1 is also the norm before the MLP
   bool head_norm = false, whole_norm = false;   // norm of queries and keys: of each head, or of all heads together
   bool embedding_norm = false;
   bool learned_positions = true;
@@ -33,9 +34,14 @@ struct DecoderShape {
   float attention_scale = 0;          // of the scores; 0: 1 / sqrt(head_dim)
   float attention_softcap = 0, logits_softcap = 0;  // 0: none
   float embedding_scale = 1;
+  float residual_scale = 1;           // of the outputs of attention and MLP before they are added to x
+  float final_scale = 1;              // of the final hidden states
+  float query_growth = 0;             // queries that are rotated: times 1 + growth * ln(1 + position / context)
+  std::int64_t query_context = 1;     // of query_growth; the quotient is rounded down
   std::vector<std::int64_t> windows;  // of each layer, 0: none; empty: no layer has one
   std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none; empty: no layer has one
   std::vector<std::vector<float>> frequencies;  // radians a position of each pair of dimensions
+  std::vector<float> rotary_factors;  // of the cosines and sines of each of `frequencies`; empty: all 1
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
   std::int64_t kv_dim() const { return n_kv_head * head_dim; }

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
@@ -96,14 +97,14 @@ def write_file(
         NanoinferError: GGUF cannot express the model, or the file cannot be written.
     """
     arch = _architecture(weights.config)
-    layout, config = gguf.ARCHITECTURES[arch], _completed(weights.config, arch)
+    layout, config = ARCHITECTURES[arch], _completed(weights.config, arch)
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
     for ours, shape in shapes(config).items():
         tensors |= {part: (rows, *shape[1:]) for part, rows in family.recipe(config, ours, shape[0]).parts}
     divisors = _divisors(config)
     if divisors is not None:
-        tensors = {gguf.FREQUENCIES: divisors.shape} | tensors
+        tensors = {FREQUENCIES: divisors.shape} | tensors
     formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
     metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
     metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
@@ -115,7 +116,7 @@ def write_file(
             if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not at the end; macOS has no such call
                 os.posix_fallocate(file.fileno(), 0, size)
             if divisors is not None:
-                _write(file, starts[gguf.FREQUENCIES], HostTensor(divisors, "float32"), "F32")
+                _write(file, starts[FREQUENCIES], HostTensor(divisors, "float32"), "F32")
             file.flush()
             _check_readable(Path(file.name), path, config, arch)
             done, total = 0, size - len(header)
@@ -134,9 +135,10 @@ def write_file(
 def _architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
     family = "llama" if config.family == "mistral" else config.family  # read as Mistral if it has a window
-    found = [arch for arch, layout in gguf.ARCHITECTURES.items() if layout.family == family]
+    written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
+    found = [arch for arch, name in written.items() if name == family]
     if not found:
-        known = ", ".join(layout.family for layout in gguf.ARCHITECTURES.values())
+        known = ", ".join(written.values())
         raise NanoinferError(
             f"models of the family {config.family} cannot be written as GGUF: only {known} and mistral"
         )
@@ -179,7 +181,24 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
             found["rope.freq_base_swa"] = float(windowed.rotary.base)
         if arch == "llama" and windowed.window < config.block_size:
             log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
-    if arch == "gptneox":
+    factors = {
+        "granite": {
+            "attention.scale": config.attention_scale,
+            "embedding_scale": config.embedding_scale,
+            "residual_scale": config.residual_scale,
+            "logit_scale": 1.0 / (config.final_scale or 1.0),
+        },
+        "gemma2": {
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.logits_softcap,
+        },
+        "command-r": {"logit_scale": config.final_scale},
+        "cohere2": {"logit_scale": config.final_scale},
+    }
+    found |= {key: float(value) for key, value in factors.get(arch, {}).items() if value is not None}
+    if arch == "exaone4" and windowed.window is not None:
+        found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
+    if arch in ("gptneox", "stablelm"):
         found["use_parallel_residual"] = config.parallel_residual
     if config.activation == "gelu":
         log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
@@ -248,7 +267,7 @@ def _typed(value: Value) -> bytes:
     if isinstance(value, list):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
     if isinstance(value, np.ndarray):
-        kind, dtype = (6, "<f4") if value.dtype.kind == "f" else (5, "<i4")
+        kind, dtype = {"f": (6, "<f4"), "b": (7, "?")}.get(value.dtype.kind, (5, "<i4"))
         return struct.pack("<IIQ", 9, kind, len(value)) + value.astype(dtype).tobytes()
     if isinstance(value, bool):
         return struct.pack("<IB", 7, value)

@@ -61,6 +61,9 @@ class BlockTensor(StoredTensor):
         self.file.read_into(self.start, blocks.reshape(-1).data)
         return blocks
 
+    def _stored_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) // self.format.block_size * self.format.block_bytes
+
     @property
     def block_format(self) -> str | None:
         """As `StoredTensor.block_format`: what is not read as rows of blocks is rounded to Q8_0."""

@@ -20,6 +20,9 @@ from nanoinfer.utils.files import escaped, read_object
 
 log = logging.getLogger("nanoinfer")
 
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Models of texts and images whose text model is read -> its model_type where the config does not say it."""
+_SHARED = ("quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
 
@@ -31,7 +34,9 @@ def read(path: Path) -> ModelConfig:
             generation_config.json in the same folder is malformed.
     """
     raw, where = read_object(path, MAX_CONFIG_BYTES, "a config"), escaped(path)
-    known = ", ".join(FAMILIES)
+    known = ", ".join((*FAMILIES, *WITH_IMAGES))
+    if isinstance(kind := raw.get("model_type"), str) and kind in WITH_IMAGES:
+        raw = _text_part(raw, where)
     if "model_type" not in raw:
         raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
     if not isinstance(raw["model_type"], str) or (family := FAMILIES.get(raw["model_type"])) is None:
@@ -51,6 +56,13 @@ def read(path: Path) -> ModelConfig:
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config
+
+
+def _text_part(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the config of the text model in that of a model of texts and images."""
+    if not isinstance(text := raw.get("text_config"), dict):
+        raise NanoinferError(f"{where}: text_config={show(text)} is not an object")
+    return {name: raw[name] for name in _SHARED if name in raw} | {"model_type": WITH_IMAGES[raw["model_type"]]} | text
 
 
 def _special(raw: dict[str, Any], name: str) -> Any:

@@ -22,6 +22,7 @@ from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, 
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import show
@@ -32,6 +33,7 @@ log = logging.getLogger("nanoinfer")
 ADAPTER = "adapter_config.json"
 PICKLED = "pytorch_model.bin"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", PICKLED)
+_IMAGES = tuple(f"{p}{part}." for p in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
@@ -50,7 +52,7 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     refuse_adapter(folder)
     config = hf_config.read(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
-    files = [_tensors(path) for path in weight_files(folder)]
+    files = [_text_part(_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
     for tensors in files:
         for key, tensor in tensors.items():
@@ -87,6 +89,16 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     state, num_bytes = read_archive(path)
     check_state(state, num_bytes, escaped(path))
     return state  # type: ignore[no-any-return]  # checked
+
+
+def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors without those for images. The text model's get the names that they have without images."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(_IMAGES):
+            name = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
+            found[name] = tensor
+    return found
 
 
 def _names(config: ModelConfig) -> tuple[str, str]:
@@ -126,6 +138,15 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
+def _fuse(tensors: dict[str, HostTensor], name: str, family: Family) -> None:
+    """Replace the tensor `name` and the one below it by the one as which the family stores both."""
+    for whole, (upper, lower) in family.fused.items():
+        if (base := name.removesuffix(f".{upper}.weight")) != name:
+            halves = [tensors.pop(f"{base}.{half}.weight") for half in (upper, lower)]
+            values = np.concatenate([half.dense().values for half in halves])
+            tensors[f"{base}.{whole}.weight"] = HostTensor(values, halves[0].dtype)
+
+
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
 
@@ -146,6 +167,8 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
         tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
+    for name in [name for name in tensors if name.endswith(tuple(f".{a}.weight" for a, _ in family.fused.values()))]:
+        _fuse(tensors, name, family)
     if config.family == "gpt2":  # its layout always has biases
         for name, shape in shapes(replace(config, bias=True)).items():
             zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None

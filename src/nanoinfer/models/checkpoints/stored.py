@@ -66,6 +66,15 @@ class StoredTensor:
         """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
+    def halves(self) -> tuple[StoredTensor, StoredTensor]:
+        """Return the upper and the lower half of the rows, for a row-major tensor with an even number of rows."""
+        shape = (self.shape[0] // 2, *self.shape[1:])
+        return replace(self, shape=shape), replace(self, shape=shape, start=self.start + self._stored_bytes(shape))
+
+    def _stored_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of the first rows in the file."""
+        return math.prod(shape) * ITEM_BYTES.get(self.dtype, 1)
+
     def read(self) -> HostTensor:
         """Read the tensor into new memory; strides are kept. float64 is converted to float32.
 

@@ -105,6 +105,7 @@ def check(
     """
     family = FAMILIES[config.family] if family is None else family
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
+    stored = _with_halves(stored, family)
     _check_layers(config, stored, source, family)
     tensors: Tensors = {}
     used: set[str] = set()
@@ -131,6 +132,20 @@ def check(
     blocks = {name: found for name, found in formats.items() if found is not None and name != POSITIONS}
     blocks = _with_shared_inputs(blocks, config.mlp_dim)
     return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
+
+
+def _with_halves(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """Return the tensors, those that the family stores as one split into the two that it names."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        base, _, suffix = name.rpartition(".")
+        whole = next((w for w in family.fused if base.endswith(f".{w}")), None)
+        if whole is None or not tensor.shape or tensor.shape[0] % 2:
+            found[name] = tensor
+            continue
+        for half, tensor_half in zip(family.fused[whole], tensor.halves(), strict=True):
+            found[f"{base.removesuffix(whole)}{half}.{suffix}"] = tensor_half
+    return found
 
 
 def _with_shared_inputs(formats: Mapping[str, BlockFormats], mlp_dim: int) -> dict[str, BlockFormats]:

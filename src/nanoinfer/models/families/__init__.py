@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from nanoinfer.models.families import (
+    arcee,
+    cohere,
+    cohere2,
+    ernie4_5,
+    exaone4,
+    gemma,
+    gemma2,
     gemma3,
+    glm,
+    glm4,
     gpt2,
     gpt_neox,
+    gptj,
+    granite,
+    helium,
     llama,
+    ministral,
+    ministral3,
     mistral,
     nanochat,
+    olmo,
     olmo2,
+    olmo3,
+    phi,
+    phi3,
     qwen2,
     qwen3,
+    seed_oss,
     smollm3,
+    stablelm,
     starcoder2,
 )  # fmt: skip
 from nanoinfer.models.families.base import Family
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat, starcoder2)
-}
+_MODULES = (
+    gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2, phi,
+    phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
+    seed_oss, arcee, helium, gptj,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By model_type."""

@@ -79,6 +79,8 @@ class Family:
     """Our parts whose matrix is stored as (in, out)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of stored tensors that are not weights."""
+    fused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Stored tensor of a layer -> the two of `names` that are its halves, one below the other."""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.
@@ -136,6 +138,15 @@ class Family:
         return Recipe(
             tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=True)), order
         )
+
+
+def interleaved(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
+    """`Family.order` of models that rotate adjacent dimensions (2 i, 2 i + 1): ours are i and i + dim / 2."""
+    rotary = next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
+    if part != "attn.c_attn" or rotary is None:
+        return None
+    turned = np.arange(rotary.dim).reshape(-1, 2).T.reshape(-1)
+    return within_heads(config, np.concatenate((turned, np.arange(rotary.dim, config.head_dim))))
 
 
 def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp]:

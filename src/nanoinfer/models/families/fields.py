@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families import frequencies
 from nanoinfer.utils.checks import require_float, require_int, show
 
 # Fields of any config.json that do not change the logits of a plain forward pass.
@@ -24,12 +25,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu2": "relu2",
 }  # fmt: skip
-_LLAMA3 = {
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_context": "original_max_position_embeddings",
-}
-_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3.values()}
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -100,6 +96,7 @@ class Fields:
         kind: str | None = None,
         theta_field: str = "rope_theta",
         scaled: bool = True,
+        original: int | None = None,
     ) -> Rotary:
         """Return the rotary embedding that `rope_parameters`, or `rope_theta` and `rope_scaling`, describe.
 
@@ -110,20 +107,14 @@ class Fields:
             kind: key of `rope_parameters` if it has one entry for each type of layer.
             theta_field: field of the base in configs without `rope_parameters`.
             scaled: whether `rope_scaling` applies to these layers.
+            original: default of original_max_position_embeddings; None: that in the object, or the context length.
         """
-        given = self._rope(kind, scaled)
-        scaling = given.get("rope_type", given.get("type", "default"))
-        if scaling not in ("default", "linear", "llama3"):
-            raise NanoinferError(f"rope_type={show(scaling)} is not supported: use default, linear or llama3")
-        base = self.get(theta_field, theta)
-        values: dict[str, Any] = {"base": given.get("rope_theta", base)}
-        if scaling != "default":
-            values |= {"scaling": scaling, "factor": given.get("factor")}
-        if scaling == "llama3":
-            values |= {ours: given.get(theirs) for ours, theirs in _LLAMA3.items()}
-            context = "original_max_position_embeddings"  # transformers reads the field outside the object first
-            values["original_context"] = self.get(context, given.get(context, config.block_size))
-        return Rotary(self._rotary_dim(config.head_dim, given, share), **values)
+        given, base = self._rope(kind, scaled), self.get(theta_field, theta)
+        context = "original_max_position_embeddings"  # transformers reads the field outside the object first
+        inside = given.get(context, config.block_size) if original is None else original
+        values = frequencies.read(_type(given), given, self.get(context, inside), config.block_size)
+        dim = self._rotary_dim(config.head_dim, given, share)
+        return Rotary(dim, **values | {"base": given.get("rope_theta", base)})
 
     def _rope(self, kind: str | None, scaled: bool) -> dict[str, Any]:
         """Return the object with the rotary parameters of a type of layer; empty if there is none."""
@@ -135,7 +126,7 @@ class Fields:
             given = {} if given[kind] is None else given[kind]
         if not isinstance(given, dict):
             raise self.error(name, "is not an object")
-        allowed = _ROPE | (set(_LAYER_TYPES) if kind is not None else set())
+        allowed = _ROPE | frequencies.KEYS[_type(given)] | (set(_LAYER_TYPES) if kind is not None else set())
         if unknown := sorted(given.keys() - allowed):
             raise NanoinferError(f"the field {show(unknown[0])} in {name} is not supported")
         return given
@@ -170,6 +161,19 @@ class Fields:
         return [window if found == "sliding_attention" else None for found in types]
 
 
+def _type(given: dict[str, Any]) -> str:
+    """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
+    found = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(found, str) or found not in frequencies.KEYS:
+        why = (
+            ": its frequencies change as a text grows, and cached keys are not rotated again"
+            if found == "dynamic"
+            else ""
+        )
+        raise NanoinferError(f"rope_type={show(found)} is not supported{why}: use one of {', '.join(frequencies.KEYS)}")
+    return found
+
+
 def rotated(f: Fields, config: ModelConfig, windows: list[int | None] | None = None, **options: Any) -> dict[str, Any]:
     """Return the layers of a model, all with the same rotary embedding.
 
@@ -188,12 +192,14 @@ def rope_fields(config: ModelConfig) -> dict[str, Any]:
     kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
     if not kinds or (rotary := kinds[0].rotary) is None:
         return {}
-    scaling: dict[str, Any] | None = None
-    if rotary.scaling != "none":
-        scaling = {"rope_type": rotary.scaling, "factor": rotary.factor}
-        if rotary.scaling == "llama3":
-            scaling |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
-    return {"rope_theta": rotary.base, "rope_scaling": scaling}
+    return {"rope_theta": rotary.base, "rope_scaling": frequencies.write(rotary)}
+
+
+def partial_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return `rope_fields` and the share of a head that is rotated."""
+    rotary = config.layer(0).rotary
+    assert rotary is not None
+    return rope_fields(config) | {"partial_rotary_factor": rotary.dim / config.head_dim}
 
 
 def window_fields(config: ModelConfig) -> dict[str, Any]:

@@ -13,6 +13,11 @@ from nanoinfer.models.families.base import Family
 from nanoinfer.models.families.fields import Fields, window_fields
 
 _FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "hidden_act"}
+_SIZES = {  # the configs of models of texts and images leave out the defaults
+    "vocab_size": ("vocab_size", 262208), "max_position_embeddings": ("block_size", 131072),
+    "num_hidden_layers": ("n_layer", 26), "num_attention_heads": ("n_head", 8),
+    "hidden_size": ("n_embd", 2304), "intermediate_size": ("n_inner", 9216),
+}  # fmt: skip
 
 
 def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -27,10 +32,14 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def scalar_field(config: ModelConfig) -> dict[str, Any]:
+    """Return query_pre_attn_scalar, from which the factor of the scores follows."""
+    scalar = round((config.attention_scale or 1.0) ** -2, 9)
+    return {"query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar}
+
+
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    assert config.attention_scale is not None
-    scalar = round(config.attention_scale**-2, 9)
-    fields = window_fields(config) | {"query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar}
+    fields = window_fields(config) | scalar_field(config)
     nearby = next((kind.rotary for kind in config.layers if kind.window is not None), None)
     if nearby is None:  # null is not a window to transformers
         del fields["sliding_window"]
@@ -42,6 +51,7 @@ FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _FIELDS
+    | _SIZES
     | {
         "num_key_value_heads": ("num_kv_heads", 4),
         "head_dim": ("head_size", 256),

@@ -1,0 +1,334 @@
+"""llama.cpp's architectures: the keys of their metadata as fields of a config.json, and the names of their tensors.
+
+Source: llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.gguf_file import Value
+from nanoinfer.models.checkpoints.stored import StoredTensor
+from nanoinfer.models.families.fields import Fields
+from nanoinfer.utils.checks import plain, show
+from nanoinfer.utils.files import escaped
+
+TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
+LAYER: dict[str, str | tuple[str, ...]] = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "attn.c_proj": "attn_output",
+    "post_1": "post_attention_norm",
+    "ln_2": "ffn_norm",
+    "mlp.c_gate": "ffn_gate",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "post_2": "post_ffw_norm",
+}
+FREQUENCIES = "rope_freqs.weight"
+"""Divisors of the frequencies, of Llama 3's scaling."""
+LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+_MAX_LENGTH = 4096  # of a value: no architecture has more layers
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one of llama.cpp's architectures describes and stores models of a family."""
+
+    family: str
+    """model_type of the family."""
+    fields: Callable[[Metadata], dict[str, Any]]
+    """Return the fields of config.json that `_common` does not."""
+    interleaved: bool = False
+    """Whether queries and keys are stored for a rotation of adjacent dimensions (2i, 2i + 1)."""
+    joined: bool = False
+    """Whether queries, keys and values are one tensor."""
+    added_to_norms: float = 0.0
+    """Number that was added to the weights of norms."""
+    gate_in_up: bool = False
+    """Whether the gate and the MLP's first matrix are one tensor."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Our part -> the name of the tensor, where it is not the usual one."""
+
+
+class Metadata(Fields):
+    """The metadata of one architecture; the prefix of its keys is added here."""
+
+    def __init__(self, raw: Mapping[str, Value], arch: str, tensors: Mapping[str, StoredTensor]) -> None:
+        ours = {k: v for k, v in raw.items() if k.startswith(f"{arch}.")}
+        for key, value in ours.items():
+            if isinstance(value, (str, list, np.ndarray)) and len(value) > _MAX_LENGTH:
+                raise NanoinferError(f"{show(key)} has more than {_MAX_LENGTH} values")
+        super().__init__({key: plain(value) for key, value in ours.items()})
+        self.arch, self.tensors = arch, tensors
+
+    def key(self, name: str) -> str:
+        """Return a key of this architecture: "block_count" -> "llama.block_count"."""
+        return f"{self.arch}.{name}"
+
+    def __contains__(self, name: str) -> bool:
+        return self.key(name) in self.raw
+
+    def int_(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        if default is None:
+            self.required(self.key(name))
+        return self.integer(self.key(name), default or 1)
+
+    def float_(self, name: str, default: float | None) -> float | None:
+        """Return a positive number."""
+        return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
+
+    def check_known(self) -> None:
+        """Raise NanoinferError if the architecture has a key that was not read."""
+        if unknown := sorted(self.raw.keys() - self.known):
+            value = show(self.raw[unknown[0]])
+            raise NanoinferError(
+                f"{escaped(unknown[0])}={value} is not supported: the model needs something that is not implemented"
+            )
+
+
+def _shape(m: Metadata) -> dict[str, Any]:
+    """Return the fields of config.json that all families but GPT-2 have, under the names that Llama has for them."""
+    n_head = m.int_("attention.head_count")
+    n_embd = m.int_("embedding_length")
+    width = m.int_("attention.key_length", max(1, n_embd // n_head))
+    m.get(m.key("pooling_type"))  # models/pooling.py
+    m.only(m.key("attention.value_length"), width)
+    return {
+        "vocab_size": _vocab_size(m),
+        "max_position_embeddings": m.int_("context_length"),
+        "num_hidden_layers": _num_layers(m),
+        "num_attention_heads": n_head,
+        "num_key_value_heads": m.int_("attention.head_count_kv", n_head),
+        "head_dim": width,
+        "hidden_size": n_embd,
+        "intermediate_size": m.int_("feed_forward_length"),
+        "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
+        "tie_word_embeddings": "output.weight" not in m.tensors,
+        "rope_theta": m.float_("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(m),
+    }
+
+
+def _num_layers(m: Metadata) -> int:
+    """Return the number of layers, after comparing it with the tensors: the config has an entry for each layer."""
+    layers = {name.split(".")[1] for name in m.tensors if name.startswith("blk.")}
+    if (count := m.int_("block_count")) != len(layers):
+        raise m.error(m.key("block_count"), f"is not the number of layers that the file has: {len(layers)}")
+    return count
+
+
+def _vocab_size(m: Metadata) -> int:
+    m.get(m.key("vocab_size"))  # some converters wrote the tokenizer's, which is smaller than the embedding
+    if (embedding := m.tensors.get("token_embd.weight")) is None:
+        raise NanoinferError("tensor token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _scaling(m: Metadata) -> dict[str, Any] | None:
+    """Return rope_scaling. llama.cpp stores Llama 3's as a divisor of each frequency, computed when converting."""
+    kind = m.get(m.key("rope.scaling.type"), "none")
+    factor = m.float_("rope.scaling.factor", m.float_("rope.scale_linear", 1.0))
+    for name in ("original_context_length", "finetuned"):  # inputs of yarn, which is refused
+        m.get(m.key(f"rope.scaling.{name}"))
+    if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `_phi3` reads them
+        return None
+    m.only(m.key("rope.scaling.attn_factor"), 1.0)
+    if kind not in ("none", "linear"):
+        raise m.error(m.key("rope.scaling.type"), "is not supported: only none and linear are")
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" or factor != 1.0 else None
+
+
+def _plain(m: Metadata) -> dict[str, Any]:
+    """Return the fields of a family that rotates all dimensions of a head."""
+    shape = _shape(m)
+    m.only(m.key("rope.dimension_count"), shape["head_dim"])
+    return shape
+
+
+def _rotated_share(m: Metadata, head_dim: int) -> float:
+    """Return the share of a head that is rotated."""
+    rotated = m.int_("rope.dimension_count", head_dim)
+    return 1.0 if rotated >= head_dim else (rotated + 0.5) / head_dim  # so that the product is not rounded down
+
+
+def _has_bias(m: Metadata, name: str) -> bool:
+    return f"blk.0.{name}.bias" in m.tensors
+
+
+def _layer_norms(m: Metadata) -> dict[str, Any]:
+    """Return the fields of a family that has layer norms and rotates a share of each head."""
+    shape = _shape(m)
+    return shape | {
+        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
+        "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
+        "use_qkv_bias": _has_bias(m, "attn_q"),
+    }
+
+
+def _llama(m: Metadata) -> dict[str, Any]:
+    for name in ("expert_count", "expert_used_count"):
+        m.only(m.key(name), 0)
+    m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
+    biased = {part: f"blk.0.{name}.bias" in m.tensors for part, name in (("attention", "attn_q"), ("mlp", "ffn_up"))}
+    fields = _plain(m) | {f"{part}_bias": found for part, found in biased.items()}
+    if (window := "attention.sliding_window") in m:
+        fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
+    return fields
+
+
+def _gemma3(m: Metadata) -> dict[str, Any]:
+    """llama.cpp fixes what the file does not say: every sixth layer is global, the local base is 10,000."""
+    shape, pattern = _plain(m), m.int_("attention.sliding_window_pattern", 6)
+    at_27b = shape["num_hidden_layers"] == 62
+    width = shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"]
+    return shape | {
+        "sliding_window": m.int_("attention.sliding_window"),
+        "sliding_window_pattern": pattern,
+        "rope_local_base_freq": m.float_("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": width,
+        "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
+        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
+    }
+
+
+def _gemma2(m: Metadata) -> dict[str, Any]:
+    shape = _plain(m)
+    at_27b = shape["num_hidden_layers"] == 46  # llama.cpp fixes what the file does not say
+    return shape | {
+        "sliding_window": m.int_("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"],
+        "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
+        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
+    }
+
+
+def _phi3(m: Metadata) -> dict[str, Any]:
+    shape, context = _shape(m), m.int_("rope.scaling.original_context_length", 4096)
+    scaling: dict[str, Any] | None = None
+    if any(name in m.tensors for name in LONG.values()):
+        scaling = {"rope_type": "longrope", "attention_factor": m.float_("rope.scaling.attn_factor", 1.0)}
+        for theirs, name in LONG.items():
+            if name not in m.tensors:
+                raise NanoinferError(f"tensor {name} is missing: the file has other parts of longrope")
+            scaling[theirs] = m.tensors[name].read().float32().reshape(-1).tolist()
+    return shape | {
+        "original_max_position_embeddings": context,
+        "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
+        "rope_scaling": scaling,
+        "sliding_window": m.integer(m.key("attention.sliding_window"), 0, 0) or None,
+    }
+
+
+def _granite(m: Metadata) -> dict[str, Any]:
+    shape = _plain(m)
+    return shape | {
+        "attention_multiplier": m.float_("attention.scale", shape["head_dim"] ** -0.5),
+        "embedding_multiplier": m.float_("embedding_scale", 1.0),
+        "residual_multiplier": m.float_("residual_scale", 1.0),
+        "logits_scaling": m.float_("logit_scale", 1.0),
+        "attention_bias": _has_bias(m, "attn_q"),
+        "mlp_bias": _has_bias(m, "ffn_up"),
+    }
+
+
+def _olmo(m: Metadata) -> dict[str, Any]:
+    m.only(m.key("attention.layer_norm_epsilon"), 1e-5)
+    m.only(m.key("attention.clamp_kqv"), None)
+    return _plain(m)
+
+
+def _stablelm(m: Metadata) -> dict[str, Any]:
+    m.get(m.key("use_parallel_residual"))  # as llama.cpp, which looks whether the tensor is there
+    return _layer_norms(m) | {"use_parallel_residual": "blk.0.ffn_norm.weight" not in m.tensors}
+
+
+def _glm4(m: Metadata) -> dict[str, Any]:
+    shape = _shape(m)
+    share = _rotated_share(m, shape["head_dim"])
+    return shape | {"partial_rotary_factor": share, "attention_bias": _has_bias(m, "attn_q")}
+
+
+def _cohere(m: Metadata) -> dict[str, Any]:
+    found = _plain(m) | {
+        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
+        "logit_scale": m.float_("logit_scale", 0.0625),
+        "attention_bias": _has_bias(m, "attn_q"),
+    }
+    window = "attention.sliding_window"
+    return found | ({"sliding_window": m.int_(window)} if window in m else {})
+
+
+def _exaone4(m: Metadata) -> dict[str, Any]:
+    shape, window, pattern = _plain(m), "attention.sliding_window", m.get(m.key("attention.sliding_window_pattern"))
+    if isinstance(pattern, list):
+        pattern = [("full_attention", "sliding_attention")[bool(local)] for local in pattern]
+    elif pattern is not None:
+        raise m.error(m.key("attention.sliding_window_pattern"), "is not a list with a value for each layer")
+    return shape | {"sliding_window": m.int_(window) if window in m else None, "layer_types": pattern}
+
+
+def _biased(m: Metadata) -> dict[str, Any]:
+    """Return the fields of a family whose biases follow from flags."""
+    parts = ("attention", "attn_q"), ("attention_out", "attn_output"), ("mlp", "ffn_up")
+    found = {f"{part}_bias": _has_bias(m, name) for part, name in parts}
+    return _plain(m) | found | {"use_bias": found["attention_bias"]}
+
+
+def _gpt2(m: Metadata) -> dict[str, Any]:
+    return {
+        "vocab_size": _vocab_size(m),
+        "n_positions": m.int_("context_length"),
+        "n_layer": _num_layers(m),
+        "n_head": m.int_("attention.head_count"),
+        "n_embd": m.int_("embedding_length"),
+        "n_inner": m.int_("feed_forward_length"),
+        "layer_norm_epsilon": m.float_("attention.layer_norm_epsilon", 1e-5),
+        "tie_word_embeddings": "output.weight" not in m.tensors,
+    }
+
+
+def _gpt_neox(m: Metadata) -> dict[str, Any]:
+    shape = _shape(m)
+    return shape | {
+        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
+        "rotary_pct": _rotated_share(m, shape["head_dim"]),
+        "rotary_emb_base": shape["rope_theta"],
+        "use_parallel_residual": m.flag(m.key("use_parallel_residual"), True),
+        "attention_bias": "blk.0.attn_qkv.bias" in m.tensors,
+    }
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _llama, interleaved=True),
+    "qwen2": Architecture("qwen2", _plain),
+    "qwen3": Architecture("qwen3", _plain),
+    "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
+    "olmo2": Architecture("olmo2", _plain),
+    "smollm3": Architecture("smollm3", _plain, interleaved=True),
+    "gemma": Architecture("gemma", _plain, added_to_norms=1.0),
+    "gemma2": Architecture("gemma2", _gemma2, added_to_norms=1.0),
+    "phi2": Architecture("phi", _layer_norms),
+    "phi3": Architecture("phi3", _phi3, joined=True, gate_in_up=True),
+    "granite": Architecture("granite", _granite, interleaved=True),
+    "olmo": Architecture("olmo", _olmo, interleaved=True),
+    "stablelm": Architecture("stablelm", _stablelm),
+    "glm4": Architecture("glm4", _glm4, interleaved=True, gate_in_up=True),
+    "command-r": Architecture("cohere", _cohere, interleaved=True),
+    "cohere2": Architecture("cohere2", _cohere, interleaved=True),
+    "exaone4": Architecture("exaone4", _exaone4),
+    "ernie4_5": Architecture("ernie4_5", _biased, interleaved=True),
+    "seed_oss": Architecture("seed_oss", _biased, names={"ln_2": "post_attention_norm"}),
+    "arcee": Architecture("arcee", _biased, interleaved=True),
+    "gpt2": Architecture("gpt2", _gpt2, joined=True),
+    "gptneox": Architecture("gpt_neox", _gpt_neox, joined=True),
+}
+"""By general.architecture."""
