@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from helpers.environment import ROOT
 from nanoinfer.bench.results import read
+from nanoinfer.bench.row import Row
 
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -113,9 +115,9 @@ def test_every_engine_has_its_page_and_its_row() -> None:
         assert [part.split(" from ")[0] for part in parts] == PARTS
 
 
-def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
+def figure(label: str, shape: tuple[int, int, str], key: str, rows: Sequence[Row] = (*PEERS, *SERVING)) -> str:
     """Return a figure of a suite as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
-    for row in PEERS + SERVING:
+    for row in rows:
         case = row.case
         if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
             value = getattr(row.figures, key) * (1000 if key == "ttft_sec" else 1)
@@ -159,11 +161,25 @@ def test_the_figures_of_the_start_are_the_results() -> None:
 
 
 def test_the_large_tables_figures_are_the_results() -> None:
-    table = rows(BENCHMARKS.split("## The ladder")[0], "native|transformers-|ctranslate2|llama")
+    table = rows(BENCHMARKS.split("## More systems")[0], "native|transformers-|ctranslate2|llama")
     columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)]
     columns += [(LONG, FIRST), (EIGHT_LONG, OUTPUT), (MIXED, OUTPUT)]
     labels = list(dict.fromkeys(row.case.label for row in PEERS))
     assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
+
+
+def test_the_figures_of_more_systems_are_the_results() -> None:
+    more = read(RESULTS / "peers-avx512.json").rows
+    page = BENCHMARKS.split("## More systems")[1].split("## Time to start")[0]
+    table = rows(page, "native|transformers-|ctranslate2|llama|ik_|openvino|vllm")
+    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)] + [(LONG, FIRST)]
+    bits = {row.case.label: row.case.bits for row in more}
+    labels = sorted(bits, key=lambda label: -bits[label])
+    assert table == [[label, *(figure(label, *column, more) for column in columns)] for label in labels]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "limits.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout in page
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
