@@ -4,6 +4,7 @@ Examples:
     nanoinfer export shakespeare shakespeare.gguf
     nanoinfer export out/notes notes.gguf --format Q8_0
     nanoinfer export path/to/folder model.gguf --format Q4_K_M
+    nanoinfer export path/to/folder model.gguf --format Q4_K_M --calibrate text.txt
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, tokenizer_flag
 from nanoinfer.cli.terminal import complain
@@ -29,14 +31,19 @@ from nanoinfer.utils.progress import ProgressBar
     help="Format of the weights: F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@calibration_flags("Q4_0 and Q4_K_M")
 @tokenizer_flag
 @click.option("--no-tokenizer", is_flag=True, help="Write no tokenizer: the file then takes token ids only.")
-def export(model: str, output: Path, format: str, force: bool, tokenizer: str | None, no_tokenizer: bool) -> None:
+def export(
+    model: str, output: Path, format: str, force: bool, calibrate: Path | None, calibrate_tokens: int,
+    tokenizer: str | None, no_tokenizer: bool,
+) -> None:  # fmt: skip
     """Write a model as a GGUF file, which llama.cpp loads."""
     from nanoinfer.models.checkpoints import gguf_export
     from nanoinfer.models.checkpoints.load import load_model
 
     gguf_export.check_target(output, format, force)
+    check_calibration(calibrate, format in ("Q4_0", "Q4_K_M"), format)
     loaded = load_model(model, tokenizer=tokenizer)
     if loaded.tokenizer is None and not no_tokenizer:
         complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
@@ -44,6 +51,7 @@ def export(model: str, output: Path, format: str, force: bool, tokenizer: str | 
         metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
     except NanoinferError as e:
         raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
+    note = "" if calibrate is None else calibrate_model(loaded, calibrate, calibrate_tokens)
     with ProgressBar("export") as bar:
         num_bytes = gguf_export.write_file(loaded.take(), output, format, metadata, Path(model).name, bar.update)
-    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes", file=sys.stderr)
+    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes{note}", file=sys.stderr)

@@ -3,6 +3,7 @@
 Examples:
     nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
     nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
+    nanoinfer pack gpt2 --quantization int4 --calibrate text.txt --output out/gpt2-int4
     nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, tokenizer_flag
 from nanoinfer.cli.terminal import complain
@@ -32,9 +34,13 @@ _FLAGS = ("dtype", "quantization", "threads")
 @click.option(
     "--output", "-o", metavar="FOLDER", type=PATH, required=True, help="Folder to write; must be empty or not exist."
 )
+@calibration_flags("--quantization int4")
 @tokenizer_flag
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
-def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig) -> None:
+def pack(
+    model: str, output: Path, calibrate: Path | None, calibrate_tokens: int, tokenizer: str | None,
+    options: EngineConfig,
+) -> None:  # fmt: skip
     """Pack weights into a folder that engine native maps into memory."""
     from nanoinfer.engines.devices import resolve_dtype
     from nanoinfer.models import tokenizers
@@ -46,6 +52,7 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
         require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
         if options.dtype != "auto":
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
+    check_calibration(calibrate, options.quantization == "int4", options.quantization or options.dtype)
     loaded = load_model(model, tokenizer=tokenizer)
     if not loaded.weights.has_head:
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
@@ -59,6 +66,7 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
     else:
         format = resolve_dtype("auto", "cpu", loaded.weights.stored_dtype)
     block_formats = loaded.weights.block_formats
+    note = "" if calibrate is None else calibrate_model(loaded, calibrate, calibrate_tokens, options.threads)
     tokenizer_json = None
     if loaded.tokenizer is None:
         complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
@@ -74,6 +82,6 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
         write_folder(output / name, files)
     kept = sorted({name for formats in block_formats.values() for name, _ in formats})
     print(
-        f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes",
+        f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes{note}",
         file=sys.stderr,
     )

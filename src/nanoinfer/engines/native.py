@@ -121,6 +121,14 @@ class NativeEngine(Sequences):
         self._decoder.hidden(out=hidden)
         return hidden
 
+    def observe_inputs(self) -> None:
+        """From here on, sum the squares of each matrix's inputs, of the output head's where logits are requested."""
+        self._decoder.observe_inputs()
+
+    def input_squares(self) -> dict[str, NDArray[np.float64]]:
+        """Return the sums by the name of the matrix, (in) each. A tied head is lm_head.weight."""
+        return {name: np.array(sums) for name, sums in self._decoder.input_squares().items()}
+
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
         return dict(self._decoder.part_seconds())

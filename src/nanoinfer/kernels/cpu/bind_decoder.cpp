@@ -2,6 +2,7 @@
 // the values.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unordered_map.h>
@@ -152,14 +153,23 @@ nb::tuple packed(const PackedSize& size, int num_threads, F&& fill) {
   return nb::make_tuple(Panels(bytes, {size.num_bytes}, data_owner), Scales(floats, {size.num_scales}, scales_owner));
 }
 
-nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
+nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads,
+                      const std::optional<Floats1>& importance) {
   const Stored matrix = stored(values, dtype);
   const WeightType type = weight_type(format);
   if (!packs_floats(type, matrix.columns))
     throw std::invalid_argument("format '" + format + "' of " + std::to_string(matrix.columns) +
                                 " columns is packed from blocks: use pack_blocks");
+  const float* const weights = importance ? importance->data() : nullptr;
+  if (weights && static_cast<std::int64_t>(importance->size()) != matrix.columns)
+    throw std::invalid_argument("importance has " + std::to_string(importance->size()) + " values, must have " +
+                                std::to_string(matrix.columns));
+  if (weights && !std::all_of(weights, weights + matrix.columns, [](float w) { return w > 0 && w <= 1e6f; }))
+    throw std::invalid_argument("importance must be above 0, and at most 1e6");
   return packed(packed_size(format, matrix.rows, matrix.columns), num_threads,
-                [&](ThreadPool& threads, std::uint8_t* data, float* scales) { pack(threads, type, matrix, data, scales); });
+                [&](ThreadPool& threads, std::uint8_t* data, float* scales) {
+                  pack(threads, type, matrix, weights, data, scales);
+                });
 }
 
 nb::tuple pack_rows(const Bytes2& blocks, const std::string& format, int num_threads) {
@@ -238,8 +248,10 @@ void bind_decoder(nb::module_& m) {
       },
       nb::kw_only(), "format"_a, "rows"_a, "columns"_a, "Bytes of the panels of a matrix, and the number of its scales.");
   m.def("pack", &pack_matrix, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
+        "importance"_a = nb::none(),
         "Pack a matrix (out, in) on all threads; return its panels and scales for Decoder.load_packed. The values are"
-        " as in Decoder.load.");
+        " as in Decoder.load. importance: (in) float32; in q4_k, q5_0 and q6_k, how much the squared error of an input's"
+        " weights counts.");
   m.def("pack_blocks", &pack_rows, nb::kw_only(), "blocks"_a.noconvert(), "format"_a, "threads"_a,
         "The same for the rows of blocks of a GGUF file, (out, bytes of a row), in their format.");
 
@@ -319,6 +331,11 @@ void bind_decoder(nb::module_& m) {
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
+      .def("observe_inputs", [](Guarded& d) { d.locked([](Decoder& x) { x.observe_inputs(); }); },
+           "From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with"
+           " logits.")
+      .def("input_squares", [](Guarded& d) { return d.locked([](Decoder& x) { return x.input_squares(); }); },
+           "Return the sums by the name of the matrix; a tied head is lm_head.weight.")
       .def(
           "part_seconds",
           [](Guarded& d) {

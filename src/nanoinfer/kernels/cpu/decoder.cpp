@@ -224,7 +224,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
     require(packs_floats(m.type, m.in), "tensor '" + name + "' must be given as blocks");
-    pack(ThreadPool::current(threads_), m.type, values, slot.panels, slot.scale);
+    pack(ThreadPool::current(threads_), m.type, values, /*importance=*/nullptr, slot.panels, slot.scale);
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
   }
@@ -266,6 +266,20 @@ void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, s
 void Decoder::check_loaded() const {
   for (const auto& [name, slot] : slots_)
     if (!slot.given && !slot.optional) throw std::invalid_argument("tensor '" + name + "' was not loaded");
+}
+
+std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() const {
+  std::unordered_map<std::string, std::vector<double>> found{{"lm_head.weight", pass_.input_squares(model_.lm_head)}};
+  for (std::int64_t i = 0; i < model_.shape.n_layer; ++i) {
+    const LayerWeights& w = model_.layers[i];
+    const std::string h = "transformer.h." + str(i) + ".";
+    found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
+    found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
+    found[h + "mlp.c_fc.weight"] = pass_.input_squares(w.c_fc);
+    if (model_.shape.gated_mlp) found[h + "mlp.c_gate.weight"] = found[h + "mlp.c_fc.weight"];
+    found[h + "mlp.c_proj.weight"] = pass_.input_squares(w.mlp_proj);
+  }
+  return found;
 }
 
 std::int64_t Decoder::logits_stride() const { return model_.wte.panels * kPanel; }

@@ -70,6 +70,10 @@ class Decoder {
   void extend(const Step& step, float* logits);
   // The final hidden states of the last step's logits, (sum(num_logits), n_embd).
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
+  // From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with logits.
+  void observe_inputs() { pass_.observe_inputs(); }
+  // The sums, (in), of each matrix by its name. A tied head is "lm_head.weight"; an embedding that is not has none.
+  std::unordered_map<std::string, std::vector<double>> input_squares() const;
 
  private:
   struct Slot {  // destination of a tensor of the checkpoint

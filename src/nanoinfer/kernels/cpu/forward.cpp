@@ -21,7 +21,7 @@ std::int64_t row_stride(std::int64_t n) { return (padded(n) / kPanel | 1) * kPan
 }  // namespace
 
 ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
-    : model_(model), kernels_(kernels), cache_(cache) {
+    : model_(model), kernels_(kernels), cache_(cache), num_threads_(num_threads) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
   qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
@@ -208,14 +208,44 @@ void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next, 
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     norm(weights, x_ + r * x_stride_, C, y);
+    observe(y, next, rank);
     kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, next.prepared, prepared_);
   }
 }
 
 void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next, int rank) {
   const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r)
+  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+    observe(from + r * stride, next, rank);
     kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, next.prepared, prepared_);
+  }
+}
+
+void ForwardPass::observe_inputs() {
+  squares_.assign(num_threads_, {});
+  for (auto& mine : squares_) {  // all of them here: a thread of the pool must not throw
+    for (const LayerWeights& l : model_.layers)
+      for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
+    mine[&model_.lm_head].assign(model_.lm_head.in, 0.0);
+  }
+}
+
+// In float64: the threads' shares of the rows change the sums by less than float32 can represent.
+void ForwardPass::observe(const float* x, const Matrix& w, int rank) {
+  if (squares_.empty()) return;
+  std::vector<double>& sums = squares_[rank].find(&w)->second;
+  for (std::int64_t i = 0; i < w.in; ++i) sums[i] += static_cast<double>(x[i]) * x[i];
+}
+
+std::vector<double> ForwardPass::input_squares(const Matrix& w) const {
+  std::vector<double> all;
+  for (const auto& mine : squares_) {
+    const auto found = mine.find(&w);
+    if (found == mine.end()) return {};
+    all.resize(w.in);
+    for (std::int64_t i = 0; i < w.in; ++i) all[i] += found->second[i];
+  }
+  return all;
 }
 
 MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const {
@@ -315,6 +345,7 @@ void ForwardPass::finish(int rank) {
       norm(model_.ln_f, x_ + r * x_stride_, C, y);
       if (model_.shape.final_scale != 1)
         for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
+      observe(y, w, rank);
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, w.prepared, head_rows_.data());
     }
   timed_barrier(&PartSeconds::others);

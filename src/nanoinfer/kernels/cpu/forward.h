@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "cache.h"
@@ -90,6 +91,11 @@ class ForwardPass {
   // The final hidden states of the last step's logits, (num_logits, n_embd), before they were rounded for the head.
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
+  // Sum the squares of the inputs of products from here on. A matrix that shares its inputs with others has the sums, or the
+  // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`.
+  void observe_inputs();
+  // The sums for a matrix of the model, (in); empty if it has none.
+  std::vector<double> input_squares(const Matrix& w) const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -108,6 +114,7 @@ class ForwardPass {
   void residual(const Matrix& w, const NormWeights& post, int rank);
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
+  void observe(const float* x, const Matrix& w, int rank);
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
   void multiply(const MatmulTask& task, int rank);
   void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride, int rank);
@@ -120,6 +127,7 @@ class ForwardPass {
   const ModelWeights& model_;
   const Kernels& kernels_;
   Cache& cache_;
+  const int num_threads_;
   ThreadPool* threads_ = nullptr;  // during `run`
   std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
   std::size_t prepared_bytes_ = 0;  // of one row, at most
@@ -134,6 +142,7 @@ class ForwardPass {
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Item> items_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
+  std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

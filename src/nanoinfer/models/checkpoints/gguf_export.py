@@ -108,6 +108,9 @@ def write_file(
     formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
     metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
     metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
+    if (calibration := weights.calibration) is not None:
+        metadata |= {"nanoinfer.calibration.sha256": calibration.sha256}
+        metadata |= {"nanoinfer.calibration.tokens": calibration.num_tokens}
     metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()}
     header, starts, size = _header(metadata | dict(text), tensors, formats)
     try:
@@ -120,9 +123,9 @@ def write_file(
             file.flush()
             _check_readable(Path(file.name), path, config, arch)
             done, total = 0, size - len(header)
-            for part, tensor in _stored(weights, config, layout.added_to_norms, family):
+            for part, tensor, importance in _stored(weights, config, layout.added_to_norms, family):
                 try:
-                    _write(file, starts[part], tensor, formats[part])
+                    _write(file, starts[part], tensor, formats[part], importance)
                 except ValueError as e:
                     raise NanoinferError(f"tensor {part} {e}: choose another format than {format}") from None
                 done += file.tell() - starts[part]
@@ -310,22 +313,27 @@ def comparable(config: ModelConfig) -> dict[str, Any]:
     return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
 
 
-def _stored(weights: Weights, config: ModelConfig, added: float, family: Family) -> Iterator[tuple[str, HostTensor]]:
-    """Yield the tensors of the file: those of the model, then those that only the file has."""
+def _stored(
+    weights: Weights, config: ModelConfig, added: float, family: Family
+) -> Iterator[tuple[str, HostTensor, NDArray[np.float32] | None]]:
+    """Yield the tensors of the file, with the importance of its inputs: first those of the model."""
     left = shapes(config)
     for name, tensor in weights.read():
         del left[name]
         for part, stored in family.recipe(config, name, tensor.shape[0]).stored(tensor.dense()):
             if added and part.endswith("norm.weight"):
                 stored = HostTensor(stored.float32() + np.float32(added), "float32")
-            yield part, stored
+            yield part, stored, weights.importance(name)
     for name, shape in left.items():  # biases that the model lacks; a tied head
         tied = name == "lm_head.weight"
         tensor = next(weights.read())[1].dense() if tied else HostTensor(np.zeros(shape, np.float32), "float32")
-        yield from family.recipe(config, name, shape[0]).stored(tensor)
+        for part, stored in family.recipe(config, name, shape[0]).stored(tensor):
+            yield part, stored, weights.importance(name)
 
 
-def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
+def _write(
+    file: BinaryIO, start: int, tensor: HostTensor, format: str, importance: NDArray[np.float32] | None = None
+) -> None:
     """Write a tensor in a format, some rows at a time. Raises ValueError if values are too large for the format."""
     values = tensor.values.reshape(len(tensor.values), -1)
     file.seek(start)
@@ -333,5 +341,8 @@ def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
         part = HostTensor(values[at : at + step], tensor.dtype)
         if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
             raise ValueError("has values that float16 cannot represent (above 65,504 or not finite)")
-        blocks = quantize(format, part.float32()) if format in QUANTIZERS else part.to(_DTYPES[format]).values
+        if format in QUANTIZERS:
+            blocks = quantize(format, part.float32(), importance)
+        else:
+            blocks = part.to(_DTYPES[format]).values
         file.write(np.ascontiguousarray(blocks).data)

@@ -2,7 +2,8 @@
 
 Scales are searched: for each group of values, several are tried, and the one with the smallest squared error is kept.
 The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K and
-Q6_K, of which the files of gguf_export.py consist. Not covered: importance matrices, other formats.
+Q6_K, of which the files of gguf_export.py consist. Not covered: other formats. Errors can be weighted by the importance
+of inputs (`weights.Calibration`); kernels/cpu/quantize.h explains the formula.
 
 Values are stored as (values in a group, groups), so that sums over groups are sums of rows, which NumPy vectorizes.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats, Format
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
@@ -24,20 +25,36 @@ _AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
 """The same of `_affine`, as in ggml."""
 
 
-def quantize(name: str, values: Floats) -> Bytes:
+def quantize(name: str, values: Floats, importance: Floats | None = None) -> Bytes:
     """Return the blocks of values, (num_blocks, bytes of a block).
 
     Args:
         name: a format of `QUANTIZERS`.
         values: at most 65,504, float16's largest; the size of the last dimension is a multiple of the format's block.
+        importance: of each value of a row, above 0; None: all count alike. Q8_0 has one choice of scales for both.
     """
     format = next(f for f in FORMATS.values() if f.name == name)
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, format.block_size)
     blocks = np.empty((len(rows), format.block_bytes), np.uint8)
     step = _CHUNK // format.block_size
     for start in range(0, len(rows), step):
-        blocks[start : start + step] = QUANTIZERS[name](rows[start : start + step])
+        some = rows[start : start + step]
+        blocks[start : start + step] = QUANTIZERS[name](some, None)
+        if importance is not None and name != "Q8_0":
+            parts = importance.reshape(-1, format.block_size)
+            weights = parts[np.arange(start, start + len(some)) % len(parts)]
+            _keep_better(format, some, weights, blocks[start : start + step], QUANTIZERS[name](some, weights))
     return blocks
+
+
+def _keep_better(format: Format, rows: Floats, weights: Floats, blocks: Bytes, others: Bytes) -> None:
+    """Replace the blocks whose weighted squared error is larger than the others', in place.
+
+    The scales of a block are rounded together after the search, so that those found with weights can be worse.
+    """
+    errors = [(weights * np.square(format.dequantize(b).reshape(rows.shape) - rows)).sum(1) for b in (blocks, others)]
+    better = errors[1] < errors[0]
+    blocks[better] = others[better]
 
 
 def _packed(values: NDArray[np.generic], width: int, group: int) -> Bytes:
@@ -63,6 +80,10 @@ def _groups(rows: Floats, size: int) -> Floats:
     return np.ascontiguousarray(rows.reshape(-1, size).T)
 
 
+def _weights(importance: Floats | None, size: int) -> Floats | None:
+    return None if importance is None else _groups(importance, size)
+
+
 def _inverse(scales: Floats) -> Floats:
     """Return 1 / scales, and 0 where a scale is 0 or nearly so."""
     used = np.abs(scales) > _TINY
@@ -77,11 +98,11 @@ def _integers(x: Floats, scales: Floats, low: int, high: int) -> Floats:
     return np.clip(q, low, high, out=q)
 
 
-def _symmetric(x: Floats, levels: int) -> Floats:
+def _symmetric(x: Floats, h: Floats | None, levels: int) -> Floats:
     """Return the scale of each group for integers in [-levels, levels - 1].
 
     The largest magnitude becomes about -levels. For the integers q of a try, the best scale is sum(q x) / sum(q q), and
-    the squared error is then sum(x x) - sum(q x)**2 / sum(q q).
+    the squared error is then sum(x x) - sum(q x)**2 / sum(q q). Each term counts h times, 1 if that is None.
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
     best, scales = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -90,19 +111,21 @@ def _symmetric(x: Floats, levels: int) -> Floats:
         np.multiply(x, (levels + extra) * inverse, out=q)
         np.rint(q, out=q)
         np.clip(q, -levels, levels - 1, out=q)
-        qx, qq = np.einsum("ij,ij->j", q, x), np.einsum("ij,ij->j", q, q)
-        gain = qx * qx / np.maximum(qq, 1)
+        hq = q if h is None else h * q
+        qx, qq = np.einsum("ij,ij->j", hq, x), np.maximum(np.einsum("ij,ij->j", hq, q), _TINY)
+        gain = qx * qx / qq
         better = gain > best
-        best, scales = np.where(better, gain, best), np.where(better, qx / np.maximum(qq, 1), scales)
+        best, scales = np.where(better, gain, best), np.where(better, qx / qq, scales)
     return scales
 
 
-def _affine(x: Floats, highest: int) -> tuple[Floats, Floats]:
+def _affine(x: Floats, h: Floats | None, highest: int) -> tuple[Floats, Floats]:
     """Return the scale and the minimum, which is not positive, of each group for integers in [0, highest].
 
-    For the integers of a try, scale and minimum are those of a linear regression.
+    For the integers of a try, scale and minimum are those of a linear regression. Values count h times; None: once.
     """
-    n, sum_x, sum_xx = len(x), x.sum(0), np.einsum("ij,ij->j", x, x)
+    hx = x if h is None else h * x
+    n, sum_x, sum_xx = len(x) if h is None else h.sum(0), hx.sum(0), np.einsum("ij,ij->j", hx, x)
     low = np.minimum(x.min(0), 0)
     width, above = np.maximum(x.max(0), 0) - low, x - low
     inverse, q = _inverse(width), np.empty_like(x)
@@ -111,44 +134,47 @@ def _affine(x: Floats, highest: int) -> tuple[Floats, Floats]:
         np.multiply(above, (highest + extra) * inverse, out=q)
         np.rint(q, out=q)
         np.minimum(q, highest, out=q)
-        sum_q, qq, qx = q.sum(0), np.einsum("ij,ij->j", q, q), np.einsum("ij,ij->j", q, x)
+        hq = q if h is None else h * q
+        sum_q, qq, qx = hq.sum(0), np.einsum("ij,ij->j", hq, q), np.einsum("ij,ij->j", hq, x)
         spread = n * qq - sum_q * sum_q
-        minimum = np.minimum((qq * sum_x - sum_q * qx) / np.maximum(spread, 1), 0)
-        scale = np.where(minimum < 0, (n * qx - sum_x * sum_q) / np.maximum(spread, 1), qx / np.maximum(qq, 1))
+        solvable = spread > 1e-5 * n * qq  # less than that is a rounding error of the difference
+        divisor = np.where(solvable, spread, 1)
+        minimum = np.minimum((qq * sum_x - sum_q * qx) / divisor, 0)
+        scale = np.where(minimum < 0, (n * qx - sum_x * sum_q) / divisor, qx / np.maximum(qq, _TINY))
         error = sum_xx + scale * (scale * qq + 2 * (minimum * sum_q - qx)) + minimum * (n * minimum - 2 * sum_x)
-        better = (error < best) & (spread > 0)
+        better = (error < best) & solvable
         scales, minima = np.where(better, scale, scales), np.where(better, minimum, minima)
         best = np.where(better, error, best)
     return scales, minima
 
 
-def _q8_0(rows: Floats) -> Bytes:
+def _q8_0(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 32)
     scales = np.abs(x).max(0) / 127
     q = _integers(x, scales, -127, 127).T.astype(np.int8)
     return np.concatenate([_bytes(scales), q.view(np.uint8)], axis=1)
 
 
-def _by_32(rows: Floats, levels: int) -> tuple[Bytes, NDArray[np.uint8]]:
+def _by_32(rows: Floats, importance: Floats | None, levels: int) -> tuple[Bytes, NDArray[np.uint8]]:
     """Return the scales of blocks of 32 values as bytes, and the integers, which are not negative."""
     x = _groups(rows, 32)
-    scales = _half(_symmetric(x, levels))
+    scales = _half(_symmetric(x, _weights(importance, 32), levels))
     return _bytes(scales), (_integers(x, scales, -levels, levels - 1) + levels).T.astype(np.uint8)
 
 
-def _q4_0(rows: Floats) -> Bytes:
-    scales, q = _by_32(rows, 8)
+def _q4_0(rows: Floats, importance: Floats | None) -> Bytes:
+    scales, q = _by_32(rows, importance, 8)
     return np.concatenate([scales, _packed(q, 4, 16)], axis=1)
 
 
-def _q5_0(rows: Floats) -> Bytes:
-    scales, q = _by_32(rows, 16)
+def _q5_0(rows: Floats, importance: Floats | None) -> Bytes:
+    scales, q = _by_32(rows, importance, 16)
     return np.concatenate([scales, np.packbits(q >> 4, axis=1, bitorder="little"), _packed(q & 15, 4, 16)], axis=1)
 
 
-def _q6_k(rows: Floats) -> Bytes:
+def _q6_k(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 16)
-    scales = _symmetric(x, 32).reshape(-1, 16)
+    scales = _symmetric(x, _weights(importance, 16), 32).reshape(-1, 16)
     largest = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
     d = _half(largest / np.float32(-128))
     steps = _integers(scales, d, -128, 127)
@@ -157,9 +183,9 @@ def _q6_k(rows: Floats) -> Bytes:
     return np.concatenate([low, high, steps.astype(np.int8).view(np.uint8), _bytes(d)], axis=1)
 
 
-def _q4_k(rows: Floats) -> Bytes:
+def _q4_k(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 32)
-    scales, minima = (part.reshape(-1, 8) for part in _affine(x, 15))
+    scales, minima = (part.reshape(-1, 8) for part in _affine(x, _weights(importance, 32), 15))
     d, below = _half(scales.max(1, keepdims=True) / 63), _half(-minima.min(1, keepdims=True) / 63)
     s, m = _integers(scales, d, 0, 63), _integers(-minima, below, 0, 63)
     q = _integers(x + (below * m).reshape(-1), (d * s).reshape(-1), 0, 15).T.reshape(-1, 256)
@@ -168,7 +194,7 @@ def _q4_k(rows: Floats) -> Bytes:
     return np.concatenate([_bytes(d), _bytes(below), *head, _packed(q, 4, 32)], axis=1)
 
 
-QUANTIZERS: dict[str, Callable[[Floats], Bytes]] = {
+QUANTIZERS: dict[str, Callable[[Floats, Floats | None], Bytes]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
 }  # fmt: skip
-"""By the format's name: (num_blocks, block_size) -> (num_blocks, block_bytes)."""
+"""By the format's name: (num_blocks, block_size) and as much importance or None -> (num_blocks, block_bytes)."""

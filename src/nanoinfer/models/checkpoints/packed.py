@@ -333,6 +333,8 @@ def _header(wanted: dict[str, Piece], format: str, weights: Weights) -> tuple[by
     metadata["vocab_size"] = str(weights.config.vocab_size)
     if weights.block_formats:
         metadata |= {"version": BLOCKS_VERSION, "formats": json.dumps(dict(weights.block_formats))}
+    if (text := weights.calibration) is not None:
+        metadata |= {"calibration_sha256": text.sha256, "calibration_tokens": str(text.num_tokens)}
     kinds = {"uint8": "U8", "float32": "F32"}
     entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in wanted.items()}
     header = make_header(entries, metadata, _PAGE)
@@ -369,8 +371,9 @@ def _write_pieces(
                 panels, scales = native.pack_blocks(blocks=part.blocks(), format=wanted_format, threads=threads)
             else:
                 panels, scales = native.pack(
-                    values=part.values, dtype=part.dtype, format=wanted_format, threads=threads
-                )
+                    values=part.values, dtype=part.dtype, format=wanted_format, threads=threads,
+                    importance=weights.importance(name),
+                )  # fmt: skip
             put(place, panels)
             if scales.size:
                 put(_scales_of(name), scales)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -19,6 +20,19 @@ from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 from nanoinfer.utils.files import escaped
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run of a model over a text says about its matrices."""
+
+    importance: Mapping[str, NDArray[np.float32]]
+    """Matrix -> how much the squared error of the weights of each input counts, (in), above 0; 1 on average or a little
+    more. Matrices that no product reads (an embedding without the output head) have no entry."""
+    num_tokens: int
+    """Tokens of the text that were used."""
+    sha256: str
+    """Of the text's UTF-8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,13 @@ class Weights:
     """Whether the checkpoint has an output head. The embedding of a model without one stands in for it."""
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict, kw_only=True)
     """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
+
+    calibration: Calibration | None = field(default=None, kw_only=True)
+    """What weights the errors in packed folders in int4 and in GGUF files; None: all count alike."""
+
+    def importance(self, name: str) -> NDArray[np.float32] | None:
+        """Return the importance of a matrix's inputs; None if there is none."""
+        return None if self.calibration is None else self.calibration.importance.get(name)
 
     def formats(self, quantization: str | None) -> Mapping[str, BlockFormats]:
         """Return the matrices that engine `native` has in formats of GGUF files, and their formats."""
