@@ -38,6 +38,7 @@ from nanoinfer.engines.calibrate import calibrate
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import gguf, gguf_export, packed
+from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.checkpoints.weights import Calibration, Weights
 from nanoinfer.models.parameters import LAYER, shapes
@@ -61,7 +62,7 @@ def permuted(weights: Weights, seed: int = 0) -> Weights:
             values, layer = tensor.float32(), LAYER.match(name)
             part = name.split(".")[-2]
             if layer is None:  # embeddings, norms and the head: the last dimension is the stream
-                values = values[..., stream]
+                values = values if name == "lm_head.bias" else values[..., stream]
             elif part not in ("q_norm", "k_norm"):  # within a head, which stays as it is
                 rows, columns = orders[int(layer[1])].get(".".join(name.split(".")[3:5]), (stream, None))
                 values = values[rows] if values.ndim == 1 else values[rows][:, columns]
@@ -88,8 +89,7 @@ def _layer_orders(config: ModelConfig, stream: Order, generator: np.random.Gener
 
 def tensor_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the names of the tensors of a GGUF file, with those of ours of which they are parts."""
-    arch = gguf_export._architecture(config)
-    family = gguf.stored_family(config, gguf.ARCHITECTURES[arch])
+    family = gguf.stored_family(config, ARCHITECTURES[gguf_export.architecture(config)])
     for name, shape in shapes(config).items():
         for part, _ in family.recipe(config, name, shape[0]).parts:
             yield part, name

@@ -96,7 +96,7 @@ def write_file(
     Raises:
         NanoinferError: GGUF cannot express the model, or the file cannot be written.
     """
-    arch = _architecture(weights.config)
+    arch = architecture(weights.config)
     layout, config = ARCHITECTURES[arch], _completed(weights.config, arch)
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
@@ -135,7 +135,7 @@ def write_file(
     return size
 
 
-def _architecture(config: ModelConfig) -> str:
+def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
     family = "llama" if config.family == "mistral" else config.family  # read as Mistral if it has a window
     written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
