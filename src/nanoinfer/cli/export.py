@@ -4,7 +4,7 @@ Examples:
     nanoinfer export shakespeare shakespeare.gguf
     nanoinfer export out/notes notes.gguf --format Q8_0
     nanoinfer export path/to/folder model.gguf --format Q4_K_M
-    nanoinfer export path/to/folder model.gguf --format Q4_K_M --calibrate text.txt
+    nanoinfer export my/folder model.gguf --format Q4_K_M --calibrate text.txt
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Examples:
     nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
     nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
-    nanoinfer pack gpt2 --quantization int4 --calibrate text.txt --output out/gpt2-int4
+    nanoinfer pack gpt2 --quantization int4 --calibrate text.txt -o out/gpt2
     nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
 """
 
