@@ -144,8 +144,8 @@ class MergedStreams(AsyncIterator[Found]):
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
         self._begun = self._waiting = False
-        self._left: Found = []  # what the sink did not take
-        self._error: BaseException | None = None  # of a request or the sink, for the task
+        self._left: Found = []  # what the sink did not take; their streams are still open
+        self._error: Exception | None = None  # of a request or the sink, for the task
 
     async def __anext__(self) -> Found:
         try:
@@ -153,14 +153,15 @@ class MergedStreams(AsyncIterator[Found]):
                 self._begun = True
                 for stream in self._streams:
                     stream.begin(self._wake)
-            while self._open or self._left:
+            while self._open:
                 if self._error is not None:
                     raise self._error
                 if found := self._left or self._take_ready():
                     self._left = []
                     for at, (i, output) in enumerate(found):
-                        if self._streams[i].unread:
-                            found[at] = i, await self._streams[i].read(output)
+                        if self._open[i].unread:
+                            found[at] = i, await self._open[i].read(output)
+                    self._report(found)
                     return found
                 self._event.clear()
                 self._waiting = True
@@ -178,23 +179,26 @@ class MergedStreams(AsyncIterator[Found]):
         if self._waiting and self.sink is not None and self._error is None and not self._left and self.sink.is_ready():
             try:
                 found = self._take_ready()
-                if any(self._streams[i].unread for i, _ in found) or not self.sink.write(found):
+                if any(self._open[i].unread for i, _ in found) or not self.sink.write(found):
                     self._left = found
-                elif self._open:
-                    return
+                else:
+                    self._report(found)
+                    if self._open:
+                        return
             except Exception as e:
                 self._error = e
         self._event.set()
 
     def _take_ready(self) -> Found:
-        """Take what has arrived, report it, and forget the streams that have ended."""
-        found = [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]
-        if self._observe is not None and found:
+        return [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]
+
+    def _report(self, found: Found) -> None:
+        """Report outputs that were taken, and forget the streams that they end."""
+        if self._observe is not None:
             self._observe([(i, output, self._open[i].finished) for i, output in found])
         for i, _ in found:
             if self._open[i].finished:
                 del self._open[i]
-        return found
 
     def _take(self, i: int) -> RequestOutput:
         if len(self._streams) == 1:
