@@ -183,7 +183,7 @@ lint: .venv/installed-test
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(call say,installing $(PEER) into $(@D),$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  torch==2.13.0 $(PEER:%='%'))
-	NANOINFER_NO_NATIVE=1 $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check .
+	NANOINFER_NO_NATIVE=1 $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable .
 	$(@D)/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio
 	@touch $@
 
@@ -270,4 +270,4 @@ build/npm/installed: Makefile
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-small .venv-old .venv-clients build
+	rm -rf .venv .venv-small .venv-old .venv-clients .venv-openvino .venv-vllm build

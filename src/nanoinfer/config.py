@@ -162,6 +162,9 @@ class ModelConfig:
                 raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
             if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
                 raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
+        rotaries = {kind.rotary for kind in self.layers if kind.rotary is not None}
+        if len({(r.query_growth, r.query_growth and r.original_context) for r in rotaries}) > 1:
+            raise NanoinferError("query_growth differs between layers: give all rotated layers the same")
 
     @property
     def head_dim(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.errors import refuses
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
@@ -238,3 +239,15 @@ ALWAYS = (
     "max_window_layers", "no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern", "rotary_pct",
     "partial_rotary_factor", "original_max_position_embeddings", "quantization_config", "head_dim",
 )  # fmt: skip
+
+
+def test_fields_that_contradict_each_other_are_one_line() -> None:
+    growing, other = Rotary(16, query_growth=0.1), Rotary(16, query_growth=0.1, original_context=64)
+    shape: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64}
+    for different in (Rotary(16), other):
+        layers = (LayerKind(None, growing), LayerKind(None, different))
+        refuses(lambda kinds=layers: ModelConfig(**shape, layers=kinds), "query_growth differs between layers")
+    assert ModelConfig(**shape, layers=(LayerKind(None, growing), LayerKind())).layer(0).rotary == growing
+    refuses(lambda: ModelConfig(**shape, layers=(LayerKind(None, Rotary(8, query_growth=0.1)),) * 2), "dim=16")
+    refuses(lambda: ModelConfig(**shape, norm_placement="shared"), "parallel_residual=True")
+    refuses(lambda: ModelConfig(**shape, head_bias=True), "tie_word_embeddings=False")

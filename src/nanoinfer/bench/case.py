@@ -20,15 +20,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
-BITS = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "int8": 8,
-    "Q8_0": 8,
-    "int4": 4,
-    "Q4_0": 4,
-}  # of a format's weights
+# Bits of a weight in each format.
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}
 WORKLOADS = ("uniform", "mixed", "prefix", "arrival", "text", "copy")
 IRREGULAR = ("mixed", "prefix", "arrival")  # workloads whose steps differ too much for the arithmetic of one step
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload

@@ -19,17 +19,17 @@ from nanoinfer.roofline.predict import Setting, predict
 from nanoinfer.roofline.shapes import find_shape
 
 NAIVE = ("recompute", "nanogpt")  # backends without a cache
-CACHES_IN_16_BITS = ("llama.cpp", "ik_llama.cpp", "openvino", "vllm")
-_HEADS = {"openvino": "int8", "vllm": "bfloat16"}  # the format of the head beside int4
+_CACHES_IN_16_BITS = ("llama.cpp", "ik_llama.cpp", "openvino", "vllm")
+_HEADS = {"openvino": "int8", "vllm": "bfloat16"}  # peers with an int4 -> the format of the head beside it
 BEST_PEER = "the best peer"  # a baseline: the fastest peer of a shape, in any format
 
 
 def _format(case: Case, config: ModelConfig) -> WeightFormat | None:
     """Return the format of a case's weights, None if it is unknown. Peers have a KV cache in 16 bits."""
     fmt = int4(config) if (case.backend, case.format) == ("native", "int4") else FORMATS.get(case.format)
-    if fmt is None or fmt.is_float or case.backend not in CACHES_IN_16_BITS:
+    if fmt is None or fmt.is_float or case.backend not in _CACHES_IN_16_BITS:
         return fmt
-    if case.format == "int4":  # groups of 128 with a scale of 16 bits, but for the head
+    if case.format == "int4" and case.backend in _HEADS:  # groups of 128 with a scale of 16 bits, but for the head
         head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
         fmt = replace(fmt, group_size=128, group_bytes=2, matrices={head: FORMATS[_HEADS[case.backend]]})
     return fmt.with_cache(2)

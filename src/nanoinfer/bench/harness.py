@@ -52,9 +52,8 @@ class Harness:
         self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, bar: ProgressBar,
         clock: Callable[[], float] = time.perf_counter, pythons: Mapping[str, Path] | None = None,
     ) -> None:  # fmt: skip
-        self._pythons = pythons
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
-        self._bar, self._clock = bar, clock
+        self._bar, self._clock, self._pythons = bar, clock, pythons
         self._started = clock()
         self._done = self._total = 0
         self._expected: dict[Case | None, list[list[int]]] = {}  # greedy tokens that others must repeat
@@ -99,9 +98,8 @@ class Harness:
             whole = sum(self._memory_bytes(case) for case in dict.fromkeys(case.loaded for case in same))
             ahead = whole if whole <= room else 0
             for case in same:
-                if not any(
-                    c.loaded == case.loaded for c in parts[-1]
-                ):  # those that differ in their draft share a process
+                # Those that differ in their draft share a process.
+                if case.loaded not in [c.loaded for c in parts[-1]]:
                     need = self._memory_bytes(case)
                     if used and (used + max(need, ahead) > room or not self._options.together):
                         parts.append([])
