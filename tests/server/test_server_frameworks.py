@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from shutil import which
 
@@ -104,8 +105,9 @@ def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> N
     for name, arguments in found["calls"]:
         assert matches(arguments, SCHEMAS[name]), arguments
     assert found["answer"]
-    assert found["stream"][-1] == found["answer"]
-    assert len(found["stream"]) > 2
+    texts = found["stream"]  # on a busy machine a chunk has several tokens, or all
+    assert texts[-1] == found["answer"]
+    assert all(text.startswith(before) for before, text in pairwise(texts))
     assert found["structured"]
     for order in found["structured"]:
         assert matches(order, ORDER), order
