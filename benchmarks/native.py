@@ -1,6 +1,7 @@
 """What a step of the native engine costs: by weight format, length of the context, and number of tokens.
 
     python benchmarks/native.py [MODEL]              random:gpt2 unless given
+    python benchmarks/native.py [MODEL] --busy       what remains of the rate beside one busy process, at batch 1 and 64
     NANOINFER_ISA=avx2 python benchmarks/native.py   on another instruction set
 
 For each format: a decode step of one sequence at 32 and at 900 tokens of context, the share of its speed that the long
@@ -11,13 +12,14 @@ goes. Medians; the formats take turns, so that a noisy minute hits all of them.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
 from nanoinfer import LLM
-from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.native import NativeEngine
 
 FORMATS: dict[str, dict[str, str]] = {
@@ -29,6 +31,7 @@ FORMATS: dict[str, dict[str, str]] = {
 }
 SHORT, LONG, VERIFY = 32, 900, 5
 ROUNDS, STEPS = 5, 16
+BUSY_FORMATS, BUSY_BATCHES, BUSY_ROUNDS, BUSY_SEC = ("bfloat16", "int8"), (1, 64), 10, 0.5
 
 
 class Measured:
@@ -73,9 +76,51 @@ class Measured:
             self.times[name].append(time.perf_counter() - start)
 
 
+def tokens_per_sec(engine: Engine, batch: int) -> float:
+    """Return the rate of decode steps from SHORT tokens of context on, measured for BUSY_SEC."""
+    handles = [engine.open() for _ in range(batch)]
+    engine.extend(StepBatch(handles, [1] * SHORT * batch, [SHORT] * batch, [1] * batch))
+    step = StepBatch(handles, [1] * batch, [1] * batch, [1] * batch)
+    start, steps = time.perf_counter(), 0
+    while (sec := time.perf_counter() - start) < BUSY_SEC:
+        engine.extend(step)
+        steps += 1
+        if engine.length(handles[0]) == LONG:
+            for handle in handles:
+                engine.truncate(handle, SHORT)
+    for handle in handles:
+        engine.close(handle)
+    return steps * batch / sec
+
+
+def busy(model: str) -> None:
+    """Measure with and without a busy process, in turns, and print a table."""
+    print(f"{model}, native, tokens/s: medians of {BUSY_ROUNDS} rounds\n")
+    print("| weights | batch | idle machine | beside one busy process | kept |")
+    print("|---|---|---|---|---|")
+    for name in BUSY_FORMATS:
+        options = FORMATS[name]
+        engine = LLM(model, engine="native", max_num_seqs=max(BUSY_BATCHES), **options).engine  # type: ignore[arg-type]
+        for batch in BUSY_BATCHES:
+            rates: list[tuple[float, float]] = []
+            for _ in range(BUSY_ROUNDS):
+                idle = tokens_per_sec(engine, batch)
+                with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+                    try:
+                        rates.append((idle, tokens_per_sec(engine, batch)))
+                    finally:
+                        other.kill()
+            idle, beside = (statistics.median(values) for values in zip(*rates, strict=True))
+            kept = statistics.median(beside / idle for idle, beside in rates)
+            print(f"| {name} | {batch} | {idle:.0f} | {beside:.0f} | {kept:.2f} |", flush=True)
+
+
 def main() -> None:
     """Measure, and print a table."""
-    model = sys.argv[1] if len(sys.argv) > 1 else "random:gpt2"
+    models = [argument for argument in sys.argv[1:] if argument != "--busy"]
+    model = models[0] if models else "random:gpt2"
+    if "--busy" in sys.argv:
+        return busy(model)
     measured = {name: Measured(model, options) for name, options in FORMATS.items()}
     for _ in range(ROUNDS):
         for one in measured.values():

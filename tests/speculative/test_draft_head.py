@@ -37,7 +37,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import draft_head, numpy_ops, tokenizers, torch_ops
+from nanoinfer.models import draft_head, native_ops, numpy_ops, tokenizers, torch_ops
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
@@ -68,8 +68,8 @@ def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3)
 def make_drafter(gpt: GPT, head: DraftHead | None = None, ops: ModuleType = numpy_ops) -> HeadDrafter:
     head = head or make_head()
     frame = draft_head.target_embeddings(head.config, weights_of(gpt), "target")
-    if ops is torch_ops:
-        place = torch_ops.placement("cpu", "float32")
+    if ops is not numpy_ops:
+        place = torch_ops.placement("cpu", "float32") if ops is torch_ops else native_ops.placement(threads=2)
         head, frame = head.map(place), frame.map(place)
     return HeadDrafter("head", head, frame, sample, V, ops=ops, max_num_seqs=4)
 
@@ -219,7 +219,9 @@ class Row:
         self.params = SamplingParams(temperature=temperature)
 
 
-@pytest.mark.parametrize("ops", [numpy_ops, torch_ops], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "ops", [numpy_ops, pytest.param(native_ops, marks=native), torch_ops], ids=["numpy", "native", "torch"]
+)
 @pytest.mark.parametrize("keep_weights", [False, True])
 def test_what_it_proposes(keep_weights: bool, ops: ModuleType) -> None:
     """Token by token what the module's docstring says, whatever else is asked for at the same time."""

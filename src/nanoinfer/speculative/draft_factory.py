@@ -7,6 +7,7 @@ only the acceptance rate.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,8 @@ from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
+from nanoinfer.utils import environment
+from nanoinfer.utils.arrays import Array
 
 if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.weights import Weights
@@ -122,7 +125,12 @@ class DraftFactory:
         if target.device != "cpu":
             from nanoinfer.models import torch_ops as ops
 
-            place = ops.placement(target.device, target.dtype)
+            place: Callable[[Array], Array] = ops.placement(target.device, target.dtype)
+            head, embeddings = head.map(place), embeddings.map(place)
+        elif registry.ENGINES["native"].unavailable() is None:
+            from nanoinfer.models import native_ops as ops
+
+            place = ops.placement(self._config.threads or environment.num_cpus(), environment.isa())
             head, embeddings = head.map(place), embeddings.map(place)
         log.info("draft: head %s", name)
         sampler, room = choose_sampler(target.device), limits.max_num_seqs

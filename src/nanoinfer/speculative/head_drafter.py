@@ -32,10 +32,11 @@ class HeadDrafter:
     """Proposes the tokens that a draft head predicts from the target's last hidden state.
 
     Args:
-        head: NumPy arrays in float32, or tensors on the target's device.
+        head: NumPy arrays in float32, or what `placement` of the operations makes of them: tensors on the target's
+            device, or matrices of the native extension.
         embeddings: of the target; the same kind of array in the same dtype.
         vocab_size: number of tokens that may be sampled, as for the target.
-        ops: operations on this kind of array: models/numpy_ops.py or models/torch_ops.py.
+        ops: operations on this kind of array: models/numpy_ops.py, native_ops.py or torch_ops.py.
         max_num_seqs: maximum number of requests per call.
     """
 
@@ -53,7 +54,7 @@ class HeadDrafter:
     ) -> None:
         self.name = name
         self._head, self._scale, self._ops = head, embeddings.scale, ops
-        self._wte, self._lm_head = embeddings.wte, embeddings.lm_head[:vocab_size]
+        self._wte, self._lm_head, self._vocab_size = embeddings.wte, embeddings.lm_head, vocab_size
         self._sampler = sampler
         self._hidden: dict[SamplerRow, Array] = {}
         self._times = self._measure(max_num_seqs, clock)
@@ -85,7 +86,7 @@ class HeadDrafter:
         # An overflow in the head must not end the sequence: the sampler raises an error on logits that are not finite.
         with np.errstate(over="ignore", invalid="ignore"):
             state = next_state(self._ops, self._head.parameters, state, self._wte[token_ids])
-            return state, self._ops.finite(self._ops.linear(state, self._lm_head))
+            return state, self._ops.finite(self._ops.linear(state, self._lm_head)[:, : self._vocab_size])
 
     def num_behind(self, request: DraftRequest) -> int:
         """Return 0: the head has no prefill."""

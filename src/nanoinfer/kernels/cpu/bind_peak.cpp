@@ -50,6 +50,8 @@ std::int64_t compute(const std::string& format, std::int64_t steps, int threads,
   return total;
 }
 
+constexpr std::int64_t kReadBytes = 1 << 20;  // of an item: the largest buffer has fewer items than a phase may have
+
 // A buffer to measure read bandwidth with. Its constructor, too, is called without the interpreter lock.
 class ReadBuffer {
  public:
@@ -65,14 +67,12 @@ class ReadBuffer {
   std::uint64_t read() {
     const ReleasedGil nogil;
     ThreadPool& threads = ThreadPool::current(threads_);
-    std::vector<std::uint64_t> sums(threads.size());
-    const std::int64_t lines = memory_.size() / 256;
-    threads.run([&](int rank) {
-      const Range mine = range_of(lines, rank, threads.size());
-      sums[rank] = kernels_.read(memory_.data() + mine.begin * 256, (mine.end - mine.begin) * 256);
-    });
-    std::uint64_t total = 0;
-    for (const std::uint64_t s : sums) total += s;
+    std::atomic<std::uint64_t> total{0};
+    const std::int64_t size = memory_.size(), count = (size + kReadBytes - 1) / kReadBytes;
+    threads.run({count, [&](int, Range part) {
+      const std::int64_t begin = part.begin * kReadBytes, end = std::min(part.end * kReadBytes, size);
+      total += kernels_.read(memory_.data() + begin, end - begin);
+    }});
     return total;
   }
 

@@ -118,13 +118,13 @@ bool sample_on_pool(std::int64_t num_rows, std::int32_t V, const SampleRange& sa
   const std::shared_ptr<ThreadPool> pool = ThreadPool::largest();
   if (pool == nullptr) return false;
   std::atomic<bool> allocated{true};
-  const bool ran = pool->try_run([&](int rank) {
+  const bool ran = pool->try_run({num_rows, [&](int, Range part) {
     try {
-      sample_range(range_of(num_rows, rank, pool->size()));
+      sample_range(part);
     } catch (const std::bad_alloc&) {
       allocated = false;
     }
-  });
+  }});
   if (!allocated) throw std::bad_alloc();
   return ran;
 }

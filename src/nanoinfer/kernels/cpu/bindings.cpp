@@ -9,6 +9,7 @@
 namespace nanoinfer {
 void bind_decoder(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_matrix(nanobind::module_& m);
 void bind_peak(nanobind::module_& m);
 void bind_sampler(nanobind::module_& m);
 }
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
         "Raises: TypeError for anything else.");
   nanoinfer::bind_decoder(m);
   nanoinfer::bind_kernels(m);
+  nanoinfer::bind_matrix(m);
   nanoinfer::bind_peak(m);
   nanoinfer::bind_sampler(m);
 }

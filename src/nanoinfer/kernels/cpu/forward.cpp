@@ -50,7 +50,6 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
 }
 
 void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride) {
-  threads_ = &threads;
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
@@ -58,21 +57,37 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
     select(rows.data() + row, std::min(kMaxRows, total - row));
     const bool last = row + kMaxRows >= total;
+    phases_.clear();
+    embed();
+    for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l);
+    finish();
+    if (last && num_logits_ && logits != nullptr) {
+      const Matrix& w = model_.lm_head;
+      const float cap = model_.shape.logits_softcap;
+      multiply({&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
+                cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap},
+               &PartSeconds::head);
+    }
     mark_ = Clock::now();
-    threads.run([&](int rank) {
-      embed(rank);
-      for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l, rank);
-      finish(rank);
-      if (last && num_logits_ && logits != nullptr) {
-        const Matrix& w = model_.lm_head;
-        const float cap = model_.shape.logits_softcap;
-        const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
-                              cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
-        multiply(task, rank);
-        timed_barrier(&PartSeconds::head);
-      }
-    });
+    threads.run(phases_);
   }
+}
+
+// Add a phase, whose time counts for `part`. The thread that ends it measures: another one may have waited for a core
+// while the next phase was done already.
+void ForwardPass::add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most) {
+  phases_.push_back({count, std::move(body), most, [this, part] {
+                       const Clock::time_point now = Clock::now();
+                       seconds_.*part += std::chrono::duration<double>(now - mark_).count();
+                       mark_ = now;
+                     }});
+}
+
+// Add a phase whose items are the rows.
+void ForwardPass::add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body) {
+  add(part, num_rows_, [body = std::move(body)](int rank, Range rows) {
+    for (std::int64_t r = rows.begin; r < rows.end; ++r) body(rank, r);
+  });
 }
 
 void ForwardPass::select(const Row* rows, std::int64_t count) {
@@ -90,110 +105,85 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
   }
 }
 
-void ForwardPass::embed(int rank) {
+void ForwardPass::embed() {
+  add_rows(&PartSeconds::others, [this](int, std::int64_t r) { embed_row(r); });
+}
+
+void ForwardPass::embed_row(std::int64_t r) const {
   const DecoderShape& s = model_.shape;
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
-    float* x = x_ + r * x_stride_;
-    unpack_row(model_.wte, rows_[r].token, x);
-    if (s.embedding_scale != 1)
-      for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] *= s.embedding_scale;
-    if (s.learned_positions) {
-      const float* position = model_.wpe.data() + rows_[r].position * s.n_embd;
-      for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += position[i];
-    }
-    if (s.embedding_norm) norm(model_.ln_e, x, s.n_embd, x);
-    for (std::size_t f = 0; f < s.frequencies.size(); ++f) {
-      const std::int64_t half = s.frequencies[f].size();
-      float* cosines = angles_ + r * angle_stride_ + angle_at_[f];
-      for (std::int64_t i = 0; i < half; ++i) {
-        const float angle = static_cast<float>(rows_[r].position) * s.frequencies[f][i];
-        cosines[i] = s.rotary_factors[f] * std::cos(angle);
-        cosines[padded(half) + i] = s.rotary_factors[f] * std::sin(angle);
-      }
+  float* x = x_ + r * x_stride_;
+  unpack_row(model_.wte, rows_[r].token, x);
+  if (s.embedding_scale != 1)
+    for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] *= s.embedding_scale;
+  if (s.learned_positions) {
+    const float* position = model_.wpe.data() + rows_[r].position * s.n_embd;
+    for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += position[i];
+  }
+  if (s.embedding_norm) norm(model_.ln_e, x, s.n_embd, x);
+  for (std::size_t f = 0; f < s.frequencies.size(); ++f) {
+    const std::int64_t half = s.frequencies[f].size();
+    float* cosines = angles_ + r * angle_stride_ + angle_at_[f];
+    for (std::int64_t i = 0; i < half; ++i) {
+      const float angle = static_cast<float>(rows_[r].position) * s.frequencies[f][i];
+      cosines[i] = s.rotary_factors[f] * std::cos(angle);
+      cosines[padded(half) + i] = s.rotary_factors[f] * std::sin(angle);
     }
   }
 }
 
-// Wait for all threads, because the next operation reads the results of all. The time since the last barrier is added to
-// `part`. The last thread measures it: another one may have waited for a core while the next operation was done already.
-void ForwardPass::timed_barrier(double PartSeconds::*part) {
-  threads_->barrier([&] {
-    const Clock::time_point now = Clock::now();
-    seconds_.*part += std::chrono::duration<double>(now - mark_).count();
-    mark_ = now;
-  });
-}
-
-void ForwardPass::layer(std::int64_t index, int rank) {
+void ForwardPass::layer(std::int64_t index) {
   if (model_.shape.parallel_residual) {  // both read the x before the layer
-    mlp_hidden(index, rank);
-    attention(index, rank);
+    mlp_hidden(index);
+    attention(index);
   } else {
-    attention(index, rank);
-    mlp_hidden(index, rank);
+    attention(index);
+    mlp_hidden(index);
   }
-  mlp_output(index, rank);
+  mlp_output(index);
 }
 
-void ForwardPass::attention(std::int64_t index, int rank) {
+void ForwardPass::attention(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
-  prepare_input(w.ln_1, w.c_attn[0], rank);
-  timed_barrier(&PartSeconds::others);
-  multiply_parts(w.c_attn, qkv_, qkv_stride_, rank);
-  timed_barrier(&PartSeconds::products);
-  store(index, rank);
-  timed_barrier(&PartSeconds::attention);
-  attend(index, rank);
-  timed_barrier(&PartSeconds::attention);
-  prepare(attended_, attended_stride_, w.c_proj, rank);
-  timed_barrier(&PartSeconds::others);
-  residual(w.c_proj, w.post_1, rank);
+  prepare_input(w.ln_1, w.c_attn[0]);
+  multiply_parts(w.c_attn, qkv_, qkv_stride_);
+  store(index);
+  attend(index);
+  prepare(attended_, attended_stride_, w.c_proj);
+  residual(w.c_proj, w.post_1);
 }
 
-void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
+void ForwardPass::mlp_hidden(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
-  const bool gated = model_.shape.gated_mlp;
-  prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc, rank);
-  timed_barrier(&PartSeconds::others);
-  if (gated) {
-    // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
-    const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
-    const MatmulTask fc = task(w.c_fc, hidden_, hidden_stride_, Epilogue::multiply);
-    const std::int64_t most = std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel));
-    for (Range part; !(part = threads_->take(w.c_fc.panels, rank, most)).empty();) {
-      kernels_.matmul(gate, part.begin, part.end);
-      kernels_.matmul(fc, part.begin, part.end);
-    }
-  } else {
-    multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), rank);
-  }
-  timed_barrier(&PartSeconds::products);
+  prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc);
+  if (!model_.shape.gated_mlp)
+    return multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), &PartSeconds::products);
+  // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
+  const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
+  const MatmulTask fc = task(w.c_fc, hidden_, hidden_stride_, Epilogue::multiply);
+  const auto body = [this, gate, fc](int, Range panels) {
+    kernels_.matmul(gate, panels.begin, panels.end);
+    kernels_.matmul(fc, panels.begin, panels.end);
+  };
+  add(&PartSeconds::products, w.c_fc.panels, body, std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel)));
 }
 
-void ForwardPass::mlp_output(std::int64_t index, int rank) {
+void ForwardPass::mlp_output(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
-  prepare(hidden_, hidden_stride_, w.mlp_proj, rank);
-  timed_barrier(&PartSeconds::others);
-  residual(w.mlp_proj, w.post_2, rank);
+  prepare(hidden_, hidden_stride_, w.mlp_proj);
+  residual(w.mlp_proj, w.post_2);
 }
 
 // Add the product of the prepared rows to x, after a norm and a factor if the model has them there.
-void ForwardPass::residual(const Matrix& w, const NormWeights& post, int rank) {
-  const DecoderShape& s = model_.shape;
-  if (!s.norm_after && s.residual_scale == 1) {
-    multiply(task(w, x_, x_stride_, Epilogue::add), rank);
-    timed_barrier(&PartSeconds::products);
-    return;
-  }
-  multiply(task(w, attended_, attended_stride_, Epilogue::store), rank);
-  timed_barrier(&PartSeconds::products);
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+void ForwardPass::residual(const Matrix& w, const NormWeights& post) {
+  if (!model_.shape.norm_after && model_.shape.residual_scale == 1)
+    return multiply(task(w, x_, x_stride_, Epilogue::add), &PartSeconds::products);
+  multiply(task(w, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
+  add_rows(&PartSeconds::others, [this, &post](int, std::int64_t r) {
+    const DecoderShape& s = model_.shape;
     float *y = attended_ + r * attended_stride_, *x = x_ + r * x_stride_;
     if (s.norm_after) norm(post, y, s.n_embd, y);
     for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += y[i] * s.residual_scale;
-  }
+  });
 }
 
 void ForwardPass::norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const {
@@ -201,24 +191,22 @@ void ForwardPass::norm(const NormWeights& weights, const float* x, std::int64_t 
 }
 
 // x, after a norm if the model has one there, as prepared rows for the next product.
-void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next, int rank) {
-  if (!model_.shape.norm_before) return prepare(x_, x_stride_, next, rank);
-  const std::int64_t C = model_.shape.n_embd;
-  float* y = scratch_ + rank * scratch_stride_;
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next) {
+  if (!model_.shape.norm_before) return prepare(x_, x_stride_, next);
+  add_rows(&PartSeconds::others, [this, &weights, &next](int rank, std::int64_t r) {
+    const std::int64_t C = model_.shape.n_embd;
+    float* y = scratch_ + rank * scratch_stride_;
     norm(weights, x_ + r * x_stride_, C, y);
     observe(y, next, rank);
     kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, next.prepared, prepared_);
-  }
+  });
 }
 
-void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next, int rank) {
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next) {
+  add_rows(&PartSeconds::others, [this, from, stride, &next](int rank, std::int64_t r) {
     observe(from + r * stride, next, rank);
     kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, next.prepared, prepared_);
-  }
+  });
 }
 
 void ForwardPass::observe_inputs() {
@@ -253,22 +241,22 @@ MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epi
 }
 
 // The result of a panel does not depend on the thread or on the part that it is in.
-void ForwardPass::multiply(const MatmulTask& task, int rank) {
-  for (Range part; !(part = threads_->take(task.w->panels, rank)).empty();) kernels_.matmul(task, part.begin, part.end);
+void ForwardPass::multiply(const MatmulTask& task, double PartSeconds::*part) {
+  add(part, task.w->panels, [this, task](int, Range panels) { kernels_.matmul(task, panels.begin, panels.end); });
 }
 
 // The panels of all parts are shared among the threads together.
-void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride, int rank) {
+void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride) {
   std::int64_t panels = 0;
   for (const Matrix& w : parts) panels += w.panels;
-  for (Range some; !(some = threads_->take(panels, rank)).empty();) {
+  add(&PartSeconds::products, panels, [this, &parts, y, stride](int, Range some) {
     std::int64_t first = 0;  // of a part
     for (const Matrix& w : parts) {
       const std::int64_t begin = std::max(some.begin, first) - first, end = std::min(some.end - first, w.panels);
       if (begin < end) kernels_.matmul(task(w, y + first * kPanel, stride, Epilogue::store), begin, end);
       first += w.panels;
     }
-  }
+  });
 }
 
 // Normalise and rotate the queries and keys of one row, in place.
@@ -295,60 +283,59 @@ void ForwardPass::position_queries_and_keys(std::int64_t layer, std::int64_t row
   }
 }
 
-void ForwardPass::store(std::int64_t layer, int rank) {
-  const DecoderShape& s = model_.shape;
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+void ForwardPass::store(std::int64_t layer) {
+  add_rows(&PartSeconds::attention, [this, layer](int, std::int64_t r) {
+    const DecoderShape& s = model_.shape;
     position_queries_and_keys(layer, r);
     for (std::int64_t h = 0; h < s.n_kv_head; ++h) {
       const float* k = qkv_ + r * qkv_stride_ + s.attn_dim() + h * s.head_dim;
       kernels_.store_kv(cache_.shape().type, k, k + s.kv_dim(), s.head_dim,
                         block_of_[r] + cache_.shape().offset(layer, h), rows_[r].position % kBlock);
     }
-  }
+  });
 }
 
 // Items differ in length, so they are taken one by one. The result of an item does not depend on the thread.
-void ForwardPass::attend(std::int64_t layer, int rank) {
-  const DecoderShape& s = model_.shape;
-  const CacheShape& shape = cache_.shape();
-  const std::int64_t count = static_cast<std::int64_t>(items_.size()), group = s.n_head / s.n_kv_head;
-  const std::int64_t window = s.windows[layer] ? s.windows[layer] : s.block_size;
-  for (Range one; !(one = threads_->take(count, rank, 1)).empty();) {
-    const Item& item = items_[one.begin];
-    const std::int64_t column = item.head * group * s.head_dim;
-    kernels_.attention({.type = shape.type,
-                        .head_dim = s.head_dim,
-                        .blocks = item.blocks,
-                        .offset = shape.offset(layer, item.head),
-                        .start = rows_[item.row].position,
-                        .num_tokens = item.count,
-                        .group = group,
-                        .window = window,
-                        .scale = s.attention_scale,
-                        .softcap = s.attention_softcap,
-                        .q = qkv_ + item.row * qkv_stride_ + column,
-                        .q_stride = qkv_stride_,
-                        .out = attended_ + item.row * attended_stride_ + column,
-                        .out_stride = attended_stride_,
-                        .scratch = scratch_ + rank * scratch_stride_});
-  }
+void ForwardPass::attend(std::int64_t layer) {
+  const auto body = [this, layer](int rank, Range one) {
+    attend_item(layer, items_[one.begin], scratch_ + rank * scratch_stride_);
+  };
+  add(&PartSeconds::attention, static_cast<std::int64_t>(items_.size()), body, /*most=*/1);
 }
 
-void ForwardPass::finish(int rank) {
-  const std::int64_t C = model_.shape.n_embd;
-  const Matrix& w = model_.lm_head;
-  const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r)
-    if (rows_[r].logit >= 0) {
-      float* y = final_hidden_.data() + rows_[r].logit * C;
-      norm(model_.ln_f, x_ + r * x_stride_, C, y);
-      if (model_.shape.final_scale != 1)
-        for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
-      observe(y, w, rank);
-      kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, w.prepared, head_rows_.data());
-    }
-  timed_barrier(&PartSeconds::others);
+void ForwardPass::attend_item(std::int64_t layer, const Item& item, float* scratch) const {
+  const DecoderShape& s = model_.shape;
+  const CacheShape& shape = cache_.shape();
+  const std::int64_t group = s.n_head / s.n_kv_head, column = item.head * group * s.head_dim;
+  kernels_.attention({.type = shape.type,
+                      .head_dim = s.head_dim,
+                      .blocks = item.blocks,
+                      .offset = shape.offset(layer, item.head),
+                      .start = rows_[item.row].position,
+                      .num_tokens = item.count,
+                      .group = group,
+                      .window = s.windows[layer] ? s.windows[layer] : s.block_size,
+                      .scale = s.attention_scale,
+                      .softcap = s.attention_softcap,
+                      .q = qkv_ + item.row * qkv_stride_ + column,
+                      .q_stride = qkv_stride_,
+                      .out = attended_ + item.row * attended_stride_ + column,
+                      .out_stride = attended_stride_,
+                      .scratch = scratch});
+}
+
+void ForwardPass::finish() {
+  add_rows(&PartSeconds::others, [this](int rank, std::int64_t r) {
+    const std::int64_t C = model_.shape.n_embd, logit = rows_[r].logit;
+    if (logit < 0) return;
+    const Matrix& w = model_.lm_head;
+    float* y = final_hidden_.data() + logit * C;
+    norm(model_.ln_f, x_ + r * x_stride_, C, y);
+    if (model_.shape.final_scale != 1)
+      for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
+    observe(y, w, rank);
+    kernels_.prepare(w.type, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data());
+  });
 }
 
 }  // namespace nanoinfer

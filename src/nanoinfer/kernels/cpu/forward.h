@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <unordered_map>
 #include <vector>
 
@@ -104,31 +105,34 @@ class ForwardPass {
     std::int64_t row, count, head;
   };
   void select(const Row* rows, std::int64_t count);
-  void embed(int rank);
-  void layer(std::int64_t index, int rank);
-  void attention(std::int64_t index, int rank);
-  void mlp_hidden(std::int64_t index, int rank);
-  void mlp_output(std::int64_t index, int rank);
+  // Each of these adds phases to the step, which are processed in the order in which they were added.
+  void embed();
+  void layer(std::int64_t index);
+  void attention(std::int64_t index);
+  void mlp_hidden(std::int64_t index);
+  void mlp_output(std::int64_t index);
+  void prepare_input(const NormWeights& weights, const Matrix& next);
+  void prepare(const float* from, std::int64_t stride, const Matrix& next);
+  void multiply(const MatmulTask& task, double PartSeconds::*part);
+  void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride);
+  void residual(const Matrix& w, const NormWeights& post);
+  void store(std::int64_t layer);
+  void attend(std::int64_t layer);
+  void finish();
+  void add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body);
+  void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
+  // What the phases call.
+  void embed_row(std::int64_t row) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
-  void prepare_input(const NormWeights& weights, const Matrix& next, int rank);
-  void residual(const Matrix& w, const NormWeights& post, int rank);
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
-  void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
   void observe(const float* x, const Matrix& w, int rank);
+  void attend_item(std::int64_t layer, const Item& item, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
-  void multiply(const MatmulTask& task, int rank);
-  void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride, int rank);
-  void store(std::int64_t layer, int rank);
-  void attend(std::int64_t layer, int rank);
-  void finish(int rank);
-  void timed_barrier(double PartSeconds::*part);
-  Range range(std::int64_t count, int rank) const { return range_of(count, rank, threads_->size()); }
 
   const ModelWeights& model_;
   const Kernels& kernels_;
   Cache& cache_;
   const int num_threads_;
-  ThreadPool* threads_ = nullptr;  // during `run`
   std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
   std::size_t prepared_bytes_ = 0;  // of one row, at most
   Buffer memory_;
@@ -143,6 +147,7 @@ class ForwardPass {
   std::vector<Item> items_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
+  std::vector<Phase> phases_;                         // of the step
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

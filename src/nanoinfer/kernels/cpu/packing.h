@@ -21,19 +21,17 @@ inline void pack(ThreadPool& threads, WeightType type, const Stored& weights, co
                  std::uint8_t* data, float* scale) {
   const std::int64_t panels = (weights.rows + kPanel - 1) / kPanel, panel_floats = kPanel * weights.columns;
   std::vector<float> scratch(threads.size() * panel_floats);  // here: a thread of the pool must not throw
-  threads.run([&](int rank) {
-    const Range mine = range_of(panels, rank, threads.size());
-    pack_panels(type, weights, importance, mine.begin, mine.end, data, scale, scratch.data() + rank * panel_floats);
-  });
+  threads.run({panels, [&](int rank, Range part) {
+    pack_panels(type, weights, importance, part.begin, part.end, data, scale, scratch.data() + rank * panel_floats);
+  }});
 }
 
 // The same for rows of blocks of a GGUF file.
 inline void pack_blocks(ThreadPool& threads, WeightType type, const std::uint8_t* blocks, std::int64_t rows,
                         std::int64_t in, std::uint8_t* data) {
-  threads.run([&](int rank) {
-    const Range mine = range_of((rows + kPanel - 1) / kPanel, rank, threads.size());
-    pack_blocks(type, blocks, rows, in, mine.begin, mine.end, data);
-  });
+  threads.run({(rows + kPanel - 1) / kPanel, [&](int, Range part) {
+    pack_blocks(type, blocks, rows, in, part.begin, part.end, data);
+  }});
 }
 
 // Read `count` rows; consecutive ones are read at once. Return 0, or errno, or -1 where the file has ended.
@@ -60,15 +58,14 @@ inline void pack_blocks(ThreadPool& threads, WeightType type, const RowPlace* pl
   const std::int64_t bytes = row_bytes(type, in), panel = panel_bytes(type, in);
   std::vector<std::uint8_t> scratch(threads.size() * kPanel * bytes);
   std::atomic<int> failed{0};
-  threads.run([&](int rank) {
+  threads.run({(rows + kPanel - 1) / kPanel, [&](int rank, Range part) {
     std::uint8_t* const blocks = scratch.data() + rank * kPanel * bytes;
-    const Range mine = range_of((rows + kPanel - 1) / kPanel, rank, threads.size());
-    for (std::int64_t p = mine.begin; p < mine.end && !failed; ++p) {
+    for (std::int64_t p = part.begin; p < part.end && !failed; ++p) {
       const std::int64_t count = std::min(kPanel, rows - p * kPanel);
       if (const int error = read_rows(places + p * kPanel, count, bytes, blocks)) failed = error;
       else pack_blocks(type, blocks, count, in, 0, 1, data + p * panel);
     }
-  });
+  }});
   if (failed > 0) throw std::runtime_error(std::generic_category().message(failed));
   if (failed < 0) throw std::runtime_error("it ends within a tensor");
 }
