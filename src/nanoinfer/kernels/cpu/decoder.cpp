@@ -29,6 +29,10 @@ void check_float(const char* name, float value, float low, float high) {
 // Bytes of a matrix among others: each begins at a multiple of 64.
 std::int64_t padded_bytes(const Matrix& m) { return (m.panels * m.panel_bytes + 63) / 64 * 64; }
 
+bool same_inputs(const Matrix& a, const Matrix& b) {
+  return a.type == b.type || (has_blocks(a.type) && has_blocks(b.type));
+}
+
 // Fill in the fields that follow from others (DecoderShape).
 void resolve(DecoderShape& s) {
   check_size("n_layer", s.n_layer);
@@ -41,6 +45,7 @@ void resolve(DecoderShape& s) {
   if (s.attention_scale == 0) s.attention_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   if (s.windows.empty()) s.windows.assign(s.n_layer, 0);
   if (s.rotary.empty()) s.rotary.assign(s.n_layer, -1);
+  if (s.sparse.empty()) s.sparse.assign(s.n_layer, 0);
   if (s.rotary_factors.empty()) s.rotary_factors.assign(s.frequencies.size(), 1);
 }
 
@@ -78,6 +83,20 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   for (const std::int64_t index : s.rotary)
     require(index >= -1 && index < static_cast<std::int64_t>(s.frequencies.size()),
             "rotary must be an index of frequencies or -1: " + str(index));
+  require(s.sparse.size() == layers, "sparse needs a number for each layer");
+  if (s.num_experts) {
+    check_size("num_experts", s.num_experts);
+    check_size("expert_dim", s.expert_dim);
+    check_size("shared_dim", s.shared_dim, 0);
+    check_size("the experts' outputs together", s.num_experts * std::max(s.expert_dim, s.n_embd));
+    require(s.experts_per_token >= 1 && s.experts_per_token <= s.num_experts,
+            "experts_per_token must be from 1 to num_experts=" + str(s.num_experts) + ": " + str(s.experts_per_token));
+    check_float("expert_scale", s.expert_scale, 1e-6f, 1e6f);
+    require(!s.shared_gate || s.shared_dim, "shared_gate needs shared_dim");
+    require(!s.parallel_residual && !s.shared_norm, "experts are not supported in parallel with attention");
+  }
+  for (const std::int64_t one : s.sparse)
+    require(one == 0 || (one == 1 && s.num_experts), "sparse must be 0, or 1 in a model with experts: " + str(one));
   require(s.frequencies.size() <= 16, "there are more than 16 frequencies");
   for (const std::vector<float>& f : s.frequencies)
     require(!f.empty() && static_cast<std::int64_t>(2 * f.size()) <= s.head_dim,
@@ -113,7 +132,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
     slots_["transformer.wpe.weight"] = {.vector = model_.wpe.data(), .rows = shape.block_size, .columns = C};
   }
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
-  for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i]);
+  for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i], shape.sparse[i]);
   add_norm("transformer.ln_f", model_.ln_f, C);
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
@@ -123,7 +142,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
   if (shape.tied) model_.lm_head = model_.wte;
 }
 
-void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
+void Decoder::add_layer(const std::string& prefix, LayerWeights& layer, bool sparse) {
   const DecoderShape& s = model_.shape;
   const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
   if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
@@ -135,13 +154,43 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
   if (s.norm_before && !s.shared_norm) add_norm(prefix + "ln_2", layer.ln_2, C);
-  if (s.gated_mlp) add_matrix(prefix + "mlp.c_gate", layer.c_gate, s.mlp_dim, C, /*with_bias=*/true);
-  add_matrix(prefix + "mlp.c_fc", layer.c_fc, s.mlp_dim, C, /*with_bias=*/true);
-  const WeightType gate = layer.c_gate.type, fc = layer.c_fc.type;
-  require(!s.gated_mlp || gate == fc || (has_blocks(gate) && has_blocks(fc)),
-          prefix + "mlp.c_gate and c_fc share their inputs: their formats must take the same activations");
-  add_matrix(prefix + "mlp.c_proj", layer.mlp_proj, C, s.mlp_dim, /*with_bias=*/true);
+  if (sparse) add_experts(prefix + "mlp.", layer);
+  else add_mlp(prefix + "mlp.", layer, s.mlp_dim);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
+}
+
+void Decoder::add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width) {
+  const std::int64_t C = model_.shape.n_embd;
+  const bool gated = model_.shape.gated_mlp;
+  if (gated) add_matrix(prefix + "c_gate", layer.c_gate, width, C, /*with_bias=*/true);
+  add_matrix(prefix + "c_fc", layer.c_fc, width, C, /*with_bias=*/true);
+  require(!gated || same_inputs(layer.c_gate, layer.c_fc),
+          prefix + "c_gate and c_fc share their inputs: their formats must take the same activations");
+  add_matrix(prefix + "c_proj", layer.mlp_proj, C, width, /*with_bias=*/true);
+}
+
+void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
+  const DecoderShape& s = model_.shape;
+  const std::int64_t C = s.n_embd, F = s.expert_dim, E = s.num_experts;
+  layer.experts = std::make_unique<ExpertWeights>();
+  ExpertWeights& w = *layer.experts;
+  Matrix& router = w.router = matrix_of(WeightType::f32, E, C);
+  const std::size_t bytes = padded_bytes(router);
+  w.router_memory = Buffer(bytes + router.panels * kPanel * sizeof(float), /*huge_pages=*/false);
+  router.data = w.router_memory.data();
+  float* const zeros = reinterpret_cast<float*>(w.router_memory.data() + bytes);  // float32 has no scales to write
+  router.scale = router.bias = zeros;
+  router_bytes_ += w.router_memory.size();
+  slots_[prefix + "router.weight"] = {.matrix = &router, .panels = w.router_memory.data(), .scale = zeros, .rows = E, .columns = C};
+  add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/false);
+  add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/false);
+  require(same_inputs(w.c_gate, w.c_fc),
+          prefix + "experts.c_gate and c_fc share their inputs: their formats must take the same activations");
+  add_matrix(prefix + "experts.c_proj", w.c_proj, E * C, F, /*with_bias=*/false);
+  if (s.shared_dim) add_mlp(prefix + "shared.", layer, s.shared_dim);
+  if (!s.shared_gate) return;
+  w.shared_gate.resize(C);
+  slots_[prefix + "shared_gate.weight"] = {.vector = w.shared_gate.data(), .columns = C};
 }
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
@@ -221,7 +270,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
     read_rows(values, 0, values.rows, slot.vector);
     if (slot.offset != 0)
       for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
-  } else if (panels_.size()) {
+  } else if (slot.panels) {
     Matrix& m = *slot.matrix;
     require(packs_floats(m.type, m.in), "tensor '" + name + "' must be given as blocks");
     pack(ThreadPool::current(threads_), m.type, values, /*importance=*/nullptr, slot.panels, slot.scale);
@@ -233,7 +282,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
 
 void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes) {
   Slot& slot = find(name);
-  const bool fits = slot.matrix && panels_.size() && has_blocks(slot.matrix->type) &&
+  const bool fits = slot.matrix && slot.panels && has_blocks(slot.matrix->type) &&
                     slot.matrix->depth == slot.columns;
   require(fits, "tensor '" + name + "' cannot be given as blocks");
   Matrix& m = *slot.matrix;
@@ -248,7 +297,7 @@ void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::
 void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, std::size_t num_bytes,
                           const float* scales, std::size_t num_scales) {
   Slot& slot = find(name);
-  if (!slot.matrix || panels_.size()) throw std::invalid_argument("tensor '" + name + "' cannot be packed already");
+  if (!slot.matrix || slot.panels) throw std::invalid_argument("tensor '" + name + "' cannot be packed already");
   Matrix& m = *slot.matrix;
   const std::size_t wanted = padded_bytes(m), padded = m.type == WeightType::i8 ? m.panels * kPanel : 0;
   if (num_bytes != wanted || num_scales != padded)
@@ -275,9 +324,16 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
     const std::string h = "transformer.h." + str(i) + ".";
     found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
     found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
-    found[h + "mlp.c_fc.weight"] = pass_.input_squares(w.c_fc);
-    if (model_.shape.gated_mlp) found[h + "mlp.c_gate.weight"] = found[h + "mlp.c_fc.weight"];
-    found[h + "mlp.c_proj.weight"] = pass_.input_squares(w.mlp_proj);
+    if (w.experts) {
+      found[h + "mlp.experts.c_fc.weight"] = pass_.input_squares(w.experts->c_fc);
+      found[h + "mlp.experts.c_gate.weight"] = found[h + "mlp.experts.c_fc.weight"];
+      found[h + "mlp.experts.c_proj.weight"] = pass_.input_squares(w.experts->c_proj);
+      if (!model_.shape.shared_dim) continue;
+    }
+    const std::string mlp = h + (w.experts ? "mlp.shared." : "mlp.");
+    found[mlp + "c_fc.weight"] = pass_.input_squares(w.c_fc);
+    if (model_.shape.gated_mlp) found[mlp + "c_gate.weight"] = found[mlp + "c_fc.weight"];
+    found[mlp + "c_proj.weight"] = pass_.input_squares(w.mlp_proj);
   }
   return found;
 }

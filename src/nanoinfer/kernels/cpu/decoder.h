@@ -59,7 +59,7 @@ class Decoder {
   const char* isa() const { return kernels_.name; }
   int threads() const { return threads_->size(); }
   std::int64_t logits_stride() const;  // vocab_size, padded to whole panels
-  std::size_t weight_bytes() const { return panel_bytes_ + vector_floats_ * sizeof(float); }
+  std::size_t weight_bytes() const { return panel_bytes_ + router_bytes_ + vector_floats_ * sizeof(float); }
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
 
   // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
@@ -91,7 +91,9 @@ class Decoder {
   void add_part(const std::string& name, Matrix& m, WeightType type, std::int64_t out, std::int64_t in);
   void add_parts(const std::string& name, std::vector<Matrix>& parts, std::int64_t out, std::int64_t in);
   void add_norm(const std::string& name, NormWeights& norm, std::int64_t width);
-  void add_layer(const std::string& prefix, LayerWeights& layer);
+  void add_layer(const std::string& prefix, LayerWeights& layer, bool sparse);
+  void add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width);
+  void add_experts(const std::string& prefix, LayerWeights& layer);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
 
@@ -102,7 +104,7 @@ class Decoder {
   std::vector<Slot*> matrices_;  // in the order in which a step reads them
   Buffer panels_;   // none if they are packed already
   Buffer vectors_;  // biases and scales
-  std::size_t panel_bytes_ = 0, vector_floats_ = 0;  // vectors_: the biases of all matrices, then the scales
+  std::size_t panel_bytes_ = 0, router_bytes_ = 0, vector_floats_ = 0;  // vectors_: the biases of all matrices, then the scales
   Cache cache_;
   std::shared_ptr<ThreadPool> threads_;
   ForwardPass pass_;

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
+#include "experts.h"
 #include "format.h"
 
 namespace nanoinfer {
@@ -26,14 +28,14 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   x_stride_ = row_stride(s.n_embd);
   qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
   attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
-  hidden_stride_ = row_stride(s.mlp_dim);
+  hidden_stride_ = row_stride(std::max(s.mlp_dim, s.shared_dim));
   scratch_stride_ = padded(std::max(kQueryTile * (s.block_size + kBlock), s.n_embd));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim})  // float32 takes the most bytes
+  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim, s.shared_dim})  // float32 takes the most bytes
     prepared_bytes_ = std::max(prepared_bytes_, prepared_bytes(WeightType::f32, in));
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
@@ -47,7 +49,10 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   angles_ = take(kMaxRows * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
+  if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
 }
+
+ForwardPass::~ForwardPass() = default;
 
 void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride) {
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
@@ -132,6 +137,10 @@ void ForwardPass::embed_row(std::int64_t r) const {
 }
 
 void ForwardPass::layer(std::int64_t index) {
+  if (model_.layers[index].experts != nullptr) {
+    attention(index);
+    return mixture(index);
+  }
   if (model_.shape.parallel_residual) {  // both read the x before the layer
     mlp_hidden(index);
     attention(index);
@@ -157,14 +166,18 @@ void ForwardPass::mlp_hidden(std::int64_t index) {
   prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc);
   if (!model_.shape.gated_mlp)
     return multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), &PartSeconds::products);
+  gated(w.c_gate, w.c_fc);
+}
+
+void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
   // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
-  const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
-  const MatmulTask fc = task(w.c_fc, hidden_, hidden_stride_, Epilogue::multiply);
+  const MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation);
+  const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, Epilogue::multiply);
   const auto body = [this, gate, fc](int, Range panels) {
     kernels_.matmul(gate, panels.begin, panels.end);
     kernels_.matmul(fc, panels.begin, panels.end);
   };
-  add(&PartSeconds::products, w.c_fc.panels, body, std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel)));
+  add(&PartSeconds::products, c_fc.panels, body, std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel)));
 }
 
 void ForwardPass::mlp_output(std::int64_t index) {
@@ -178,12 +191,82 @@ void ForwardPass::residual(const Matrix& w, const NormWeights& post) {
   if (!model_.shape.norm_after && model_.shape.residual_scale == 1)
     return multiply(task(w, x_, x_stride_, Epilogue::add), &PartSeconds::products);
   multiply(task(w, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
-  add_rows(&PartSeconds::others, [this, &post](int, std::int64_t r) {
-    const DecoderShape& s = model_.shape;
-    float *y = attended_ + r * attended_stride_, *x = x_ + r * x_stride_;
-    if (s.norm_after) norm(post, y, s.n_embd, y);
-    for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += y[i] * s.residual_scale;
+  add_rows(&PartSeconds::others, [this, &post](int, std::int64_t r) { add_to_residual(r, post); });
+}
+
+// Add a row of attended_, where attention or the MLP left its output, to x.
+void ForwardPass::add_to_residual(std::int64_t row, const NormWeights& post) const {
+  const DecoderShape& s = model_.shape;
+  float *y = attended_ + row * attended_stride_, *x = x_ + row * x_stride_;
+  if (s.norm_after) norm(post, y, s.n_embd, y);
+  for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += y[i] * s.residual_scale;
+}
+
+// The MLP of a layer with experts (experts.h).
+void ForwardPass::mixture(std::int64_t index) {
+  const LayerWeights& layer = model_.layers[index];
+  Mixture& m = *mixture_;
+  route(layer);
+  routed_experts(*layer.experts);
+  const bool shared = model_.shape.shared_dim > 0;
+  if (shared) {
+    prepare(m.x, m.x_stride, layer.c_fc);
+    gated(layer.c_gate, layer.c_fc);
+    prepare(hidden_, hidden_stride_, layer.mlp_proj);
+    multiply(task(layer.mlp_proj, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
+  }
+  add_rows(&PartSeconds::others, [this, &layer, &m, shared](int, std::int64_t r) {
+    const std::int64_t C = model_.shape.n_embd;
+    float* y = attended_ + r * attended_stride_;
+    if (!shared) std::fill(y, y + C, 0.0f);
+    if (const std::vector<float>& gate = layer.experts->shared_gate; !gate.empty()) {
+      const float* x = m.x + r * m.x_stride;
+      const float factor = 1 / (1 + std::exp(-std::inner_product(gate.begin(), gate.end(), x, 0.0f)));
+      for (std::int64_t i = 0; i < C; ++i) y[i] *= factor;
+    }
+    m.add_to(r, y);
+    add_to_residual(r, layer.post_2);
   });
+}
+
+// Normalise the rows, and multiply them by the router's matrix.
+void ForwardPass::route(const LayerWeights& layer) {
+  const Matrix& router = layer.experts->router;
+  Mixture& m = *mixture_;
+  add_rows(&PartSeconds::others, [this, &layer, &router, &m](int, std::int64_t r) {
+    const DecoderShape& s = model_.shape;
+    const float* x = x_ + r * x_stride_;
+    float* y = m.x + r * m.x_stride;
+    if (s.norm_before) norm(layer.ln_2, x, s.n_embd, y);
+    else std::copy(x, x + s.n_embd, y);
+    kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_);
+  });
+  multiply(task(router, m.logits, m.logit_stride, Epilogue::store), &PartSeconds::products);
+}
+
+// The products of the chosen experts. Their numbers of items are known when all rows have chosen.
+void ForwardPass::routed_experts(const ExpertWeights& w) {
+  Mixture& m = *mixture_;
+  const std::int64_t choices = num_rows_ * model_.shape.experts_per_token;
+  const std::size_t choose = phases_.size(), hidden = choose + 2, output = choose + 4;
+  add_rows(&PartSeconds::others, [&m](int, std::int64_t r) { m.choose(r); });
+  phases_[choose].ended = [this, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
+    m.group(num_rows_);
+    phases_[hidden].count = m.hidden_items();
+    phases_[hidden].most = m.most_hidden_items();
+    phases_[output].count = m.output_items();
+    ended();
+  };
+  add(&PartSeconds::others, choices, [this, &w, &m](int rank, Range slots) {
+    for (std::int64_t i = slots.begin; i < slots.end; ++i) observe(m.prepare_x(kernels_, w.c_fc, i), w.c_fc, rank);
+  });
+  add(&PartSeconds::products, 1, [this, &w, &m](int, Range items) {
+    m.multiply_hidden(kernels_, w, model_.shape.activation, items);
+  });
+  add(&PartSeconds::others, choices, [this, &w, &m](int rank, Range slots) {
+    for (std::int64_t i = slots.begin; i < slots.end; ++i) observe(m.prepare_hidden(kernels_, w.c_proj, i), w.c_proj, rank);
+  });
+  add(&PartSeconds::products, 1, [this, &w, &m](int, Range items) { m.multiply_output(kernels_, w, items); });
 }
 
 void ForwardPass::norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const {
@@ -212,8 +295,11 @@ void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& 
 void ForwardPass::observe_inputs() {
   squares_.assign(num_threads_, {});
   for (auto& mine : squares_) {  // all of them here: a thread of the pool must not throw
-    for (const LayerWeights& l : model_.layers)
+    for (const LayerWeights& l : model_.layers) {
       for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
+      if (l.experts)
+        for (const Matrix* w : {&l.experts->c_fc, &l.experts->c_proj}) mine[w].assign(w->in, 0.0);
+    }
     mine[&model_.lm_head].assign(model_.lm_head.in, 0.0);
   }
 }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -44,6 +45,13 @@ struct DecoderShape {
   std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none; empty: no layer has one
   std::vector<std::vector<float>> frequencies;  // radians a position of each pair of dimensions
   std::vector<float> rotary_factors;  // of the cosines and sines of each of `frequencies`; empty: all 1
+  // Mixtures of experts (experts.cpp), gated MLPs each.
+  std::int64_t num_experts = 0, experts_per_token = 0, expert_dim = 0;  // 0: no layer has one
+  bool normalize_experts = false;     // whether the weights of the experts of a token add up to 1
+  float expert_scale = 1;             // of the sum of their outputs
+  std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
+  bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
+  std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
   std::int64_t kv_dim() const { return n_kv_head * head_dim; }
@@ -53,9 +61,17 @@ struct NormWeights {  // empty if the model does not have the norm
   std::vector<float> weight, bias;
 };
 
+struct ExpertWeights {
+  Matrix router{};                        // (E, C) in float32, in memory of its own
+  Buffer router_memory;
+  Matrix c_gate{}, c_fc{}, c_proj{};      // those of all experts, one below the other: (E F, C), (E F, C), (E C, F)
+  std::vector<float> shared_gate;         // (C)
+};
+
 struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
-  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only
+  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
+  std::unique_ptr<ExpertWeights> experts;         // of a mixture
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm;
 };
 
@@ -82,8 +98,11 @@ struct PartSeconds {
 // the buffers would grow. Further rows read the weights again, which takes little time compared to this many rows.
 constexpr std::int64_t kMaxRows = 256;
 
+class Mixture;
+
 class ForwardPass {
  public:
+  ~ForwardPass();
   ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads);
 
   // Run rows through the model on a pool of num_threads threads. The cache must already count them (Cache::append).
@@ -111,10 +130,14 @@ class ForwardPass {
   void attention(std::int64_t index);
   void mlp_hidden(std::int64_t index);
   void mlp_output(std::int64_t index);
+  void mixture(std::int64_t index);
+  void route(const LayerWeights& layer);
+  void routed_experts(const ExpertWeights& w);
   void prepare_input(const NormWeights& weights, const Matrix& next);
   void prepare(const float* from, std::int64_t stride, const Matrix& next);
   void multiply(const MatmulTask& task, double PartSeconds::*part);
   void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride);
+  void gated(const Matrix& c_gate, const Matrix& c_fc);
   void residual(const Matrix& w, const NormWeights& post);
   void store(std::int64_t layer);
   void attend(std::int64_t layer);
@@ -123,6 +146,7 @@ class ForwardPass {
   void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
   // What the phases call.
   void embed_row(std::int64_t row) const;
+  void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void observe(const float* x, const Matrix& w, int rank);
@@ -148,6 +172,7 @@ class ForwardPass {
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
+  std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

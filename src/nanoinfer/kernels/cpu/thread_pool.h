@@ -51,7 +51,8 @@ struct Phase {
   std::int64_t count;
   std::function<void(int rank, Range part)> body;  // must not throw; 0 <= rank < size: no two threads have the same
   std::int64_t most = INT64_MAX;                   // items of a part
-  std::function<void()> ended = {};                // called by one thread, after the last item and before the next phase
+  // Called by one thread, after the last item and before the next phase. May change the items of the phases that follow.
+  std::function<void()> ended = {};
 };
 
 class ThreadPool {
@@ -107,7 +108,7 @@ class ThreadPool {
   int size() const { return size_; }
 
   // Process phases one after another; return when the last has ended. Concurrent calls run one after another. The pool
-  // must belong to this process. Throws std::length_error if a phase has more items than a pool can count.
+  // must belong to this process. Throws std::length_error if a phase has more items than a pool can count (2^24 - 1).
   void run(const std::vector<Phase>& phases) {
     const std::lock_guard turn(turn_);
     run_in_turn(phases.data(), phases.size());
