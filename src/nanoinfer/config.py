@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.layer_config import LayerKind as LayerKind  # of this module to all others
+from nanoinfer.layer_config import Experts as Experts  # of this module to all others
+from nanoinfer.layer_config import LayerKind as LayerKind
 from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
@@ -55,7 +56,7 @@ class ModelConfig:
     n_inner: int | None = None
     """Width of the MLP's hidden layer; None: 4 * n_embd."""
     bias: bool | tuple[str, ...] = True
-    """Where biases are: some of BIASES. True: everywhere; False: nowhere."""
+    """Where biases are: some of BIASES. True: everywhere; False: nowhere. Experts have none."""
     activation: str = "gelu_new"
     """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu2 (the square of relu)."""
     norm_epsilon: float = 1e-5
@@ -105,6 +106,8 @@ class ModelConfig:
     """Whether the output head has biases."""
     logits_softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap)."""
+    experts: Experts | None = None
+    """The mixture of experts in the layers that have one."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -162,6 +165,12 @@ class ModelConfig:
                 raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
             if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
                 raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
+        if self.experts is None and any(kind.experts for kind in self.layers):
+            raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
+        if self.experts is not None:
+            require_int("experts * n_embd", self.experts.count * self.n_embd, 1, 2**31 - 1)
+            if not self.gated_mlp:
+                raise NanoinferError("experts need gated_mlp=True: each expert is a gated MLP")
         rotaries = {kind.rotary for kind in self.layers if kind.rotary is not None}
         if len({(r.query_growth, r.query_growth and r.original_context) for r in rotaries}) > 1:
             raise NanoinferError("query_growth differs between layers: give all rotated layers the same")

@@ -1,4 +1,4 @@
-"""What may differ from layer to layer of a model: windows and rotary embeddings. A part of config.py."""
+"""What may differ from layer to layer of a model: windows, rotary embeddings, experts. A part of config.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 SCALINGS = ("none", "linear", "llama3", "yarn", "longrope")
+MAX_EXPERTS = 4096
+"""Each expert of a config is described, before the weights are compared with their number."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,41 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of an MLP (Shazeer et al. 2017): a router chooses some gated MLPs for each token.
+
+    Raises:
+        NanoinferError: a field is out of range, or fields contradict each other.
+    """
+
+    count: int
+    """Number of experts."""
+    per_token: int
+    """Number of experts that the router chooses for a token."""
+    width: int
+    """Width of the hidden layer of one expert."""
+    normalize: bool
+    """Whether the weights of the chosen experts are divided by their sum; else they are those of a softmax over all."""
+    scale: float = 1.0
+    """Factor of the chosen experts' sum."""
+    shared_width: int = 0
+    """Width of the hidden layer of an expert that all tokens take; 0: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of a product with the input."""
+
+    def __post_init__(self) -> None:
+        require_int("experts", self.count, 1, MAX_EXPERTS)
+        require_int("experts per token", self.per_token, 1, self.count)
+        require_int("width of an expert", self.width, 1, (2**31 - 1) // self.count)
+        require_bool("normalize", self.normalize)
+        require_float("scale of experts", self.scale, 1e-6, 1e6)
+        require_int("width of the shared expert", self.shared_width, 0, 2**31 - 1)
+        require_bool("shared_gate", self.shared_gate)
+        if self.shared_gate and not self.shared_width:
+            raise NanoinferError("shared_gate=True needs a shared expert: set shared_width")
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """What may differ from layer to layer."""
 
@@ -79,3 +116,5 @@ class LayerKind:
     """A query attends to this many positions, its own included; None: to all earlier ones."""
     rotary: Rotary | None = None
     """Rotation of queries and keys; None: this layer has none."""
+    experts: bool = False
+    """Whether the MLP is a mixture of experts (`ModelConfig.experts`)."""

@@ -38,6 +38,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.attention import Masking, attention_backends, scaled_attention
+from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.gpt import GPT, Block
 from nanoinfer.models.layers import Rotation
 from nanoinfer.utils import processes
@@ -126,6 +127,9 @@ class StaticShapeEngine(ModelEngine):
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
         self._inputs: dict[tuple[int, int], StepInputs] = {}
+        for module in model.modules():
+            if isinstance(module, ExpertMLP):
+                module.static_shapes = True
 
     # The step --------------------------------------------------------------------------------------------
 

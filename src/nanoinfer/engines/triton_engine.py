@@ -39,7 +39,7 @@ from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
-from nanoinfer.models.gpt import GPT, LayerNorm
+from nanoinfer.models.gpt import GPT, MLP, LayerNorm
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -114,7 +114,7 @@ class TritonEngine(CudaGraphEngine):
         for layer, block in enumerate(self.model.blocks):
             pages = Pages(self._cache.k[layer], self._cache.v[layer], slots[:, None], pos)
             c_attn, attn_proj, c_fc, mlp_proj = (w.layer(layer) for w in self._weights.values())
-            attn, mlp = block.attn, block.mlp
+            attn, mlp = block.attn, cast(MLP, block.mlp)
             product(x, c_attn, q, norm_of(block.ln_1), Epilogue(attn.c_attn.bias, store=pages))
             attention(q, pages, context, y, ahead=c_fc.data)
             product(y, attn_proj, x, None, Epilogue(attn.c_proj.bias, residual=x))

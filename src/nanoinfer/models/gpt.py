@@ -30,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig, Rotary
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
+from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.rotary import frequencies
 
@@ -113,7 +114,7 @@ class Block(nn.Module):
     them; or attention and MLP read the same x (parallel residual), normalised once if they share the norm.
     """
 
-    def __init__(self, config: ModelConfig, dropout: float) -> None:
+    def __init__(self, config: ModelConfig, dropout: float, kind: LayerKind) -> None:
         super().__init__()
 
         def norm(name: str) -> nn.Module:
@@ -123,7 +124,7 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
-        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)
         self.post_2 = norm("post_2")
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
         self.scale = config.residual_scale
@@ -175,7 +176,7 @@ class GPT(nn.Module):
             "wte": _embedding(config.vocab_size, config.n_embd),
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
-            "h": nn.ModuleList(Block(config, dropout) for _ in range(config.n_layer)),
+            "h": nn.ModuleList(Block(config, dropout, kind) for kind in self._kinds),
             "ln_f": make_norm(config),
         }
         self.transformer = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})

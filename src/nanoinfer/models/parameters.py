@@ -51,10 +51,13 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             norm(f"{h}.post_1")
         if "ln_2" in config.block_norms:
             norm(f"{h}.ln_2")
-        if config.gated_mlp:
-            linear(f"{h}.mlp.c_gate", F, C, "mlp")
-        linear(f"{h}.mlp.c_fc", F, C, "mlp")
-        linear(f"{h}.mlp.c_proj", C, F, "mlp")
+        if config.layer(layer).experts:
+            found.update((f"{h}.mlp.{part}", shape) for part, shape in _expert_shapes(config))
+        else:
+            if config.gated_mlp:
+                linear(f"{h}.mlp.c_gate", F, C, "mlp")
+            linear(f"{h}.mlp.c_fc", F, C, "mlp")
+            linear(f"{h}.mlp.c_proj", C, F, "mlp")
         if "post_2" in config.block_norms:
             norm(f"{h}.post_2")
     norm("transformer.ln_f")
@@ -62,6 +65,24 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         found["lm_head.weight"] = (config.vocab_size, C)
         if config.head_bias:
             found["lm_head.bias"] = (config.vocab_size,)
+    return found
+
+
+def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+    """Return the parameters of a mixture of experts. Rows of expert e follow those of expert e - 1."""
+    C, experts = config.n_embd, config.experts
+    assert experts is not None
+    E, F, S = experts.count, experts.width, experts.shared_width
+    found = [
+        ("router.weight", (E, C)),
+        ("experts.c_gate.weight", (E * F, C)),
+        ("experts.c_fc.weight", (E * F, C)),
+        ("experts.c_proj.weight", (E * C, F)),
+    ]
+    if S:
+        found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
+    if experts.shared_gate:
+        found.append(("shared_gate.weight", (1, C)))
     return found
 
 

@@ -1,0 +1,128 @@
+"""A mixture of experts in place of a block's MLP (docs/experts.md).
+
+    E experts   k of them for each token   F = width of an expert   N tokens
+
+A router, one matrix of (E, C), gives each token E logits. The k largest choose its experts, gated MLPs of F hidden
+values, and a softmax of the logits weights their outputs (Shazeer et al. 2017). A step computes, and reads, k experts a
+token instead of one MLP with as many parameters as all of them. A shared expert, if there is one, is added for each
+token, in some models times a gate (DeepSeekMoE, Dai et al. 2024; Qwen2-MoE).
+
+Whoever reads GPT-2 can leave this file out: gpt.py selects it by one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.config import Experts, ModelConfig
+from nanoinfer.models.layers import ACTIVATIONS, GatedMLP
+
+CHUNK = 64
+"""Tokens for which all experts are computed at once: E * CHUNK * F hidden values are in memory."""
+
+
+def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts, (N, k) int64 in ascending order, and their weights, (N, k) float32.
+
+    Of equal logits, that of the lower index is chosen. If a logit is NaN, all weights of its token are.
+
+    Args:
+        logits: of the router, (N, E).
+        experts: the mixture.
+    """
+    logits = logits.float()
+    ranked = logits.sort(dim=-1, descending=True, stable=True).indices  # topk may choose either of equal ones
+    chosen = ranked[:, : experts.per_token].sort(dim=-1).values
+    weights = logits.softmax(-1).gather(-1, chosen)
+    if experts.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights * experts.scale
+
+
+class Stack(nn.Module):
+    """The matrices of one of the products of all experts, one below the other: E of (rows, columns)."""
+
+    def __init__(self, count: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.count = count
+        self.weight = nn.Parameter(torch.empty(count * rows, columns))
+
+    def matrices(self) -> Tensor:
+        """Return the matrices of the experts, (E, rows, columns)."""
+        return self.weight.view(self.count, -1, self.weight.shape[1])
+
+
+class ExpertMLP(nn.Module):
+    """A mixture of experts. It has three forms of one sum, which differ only in rounding.
+
+    The engines of static shapes set `static_shapes`: no shape and no branch then depends on a value.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.config = experts = config.experts
+        self.router = nn.Linear(config.n_embd, experts.count, bias=False)
+        widths = {
+            "c_gate": (experts.width, config.n_embd),
+            "c_fc": (experts.width, config.n_embd),
+            "c_proj": (config.n_embd, experts.width),
+        }
+        self.experts = nn.ModuleDict({name: Stack(experts.count, *shape) for name, shape in widths.items()})
+        if experts.shared_width:
+            self.shared = GatedMLP(replace(config, n_inner=experts.shared_width, bias=False))
+        if experts.shared_gate:
+            self.shared_gate = nn.Linear(config.n_embd, 1, bias=False)
+        self.activation = ACTIVATIONS[config.activation]
+        self.static_shapes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of the chosen experts of x, (..., C), same shape."""
+        rows = x.reshape(-1, x.shape[-1])  # (N, C)
+        chosen, weights = route(self.router(rows), self.config)
+        if not self.static_shapes:
+            y = self._one_by_one(rows, chosen, weights)
+        elif chosen.numel() <= self.config.count:
+            y = self._gathered(rows, chosen, weights)
+        else:
+            chunks = (torch.split(t, CHUNK) for t in (rows, chosen, weights))
+            y = torch.cat([self._all(*chunk) for chunk in zip(*chunks, strict=True)])
+        y = y.to(x.dtype).view(x.shape)
+        if not self.config.shared_width:
+            return y
+        shared: Tensor = self.shared(x)
+        return y + (shared * self.shared_gate(x).sigmoid() if self.config.shared_gate else shared)
+
+    def _matrices(self) -> list[Tensor]:
+        """Return c_gate and c_fc, (E, F, C), and c_proj, (E, C, F)."""
+        return [stack.matrices() for stack in self.experts.values()]  # type: ignore[operator]
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Each expert, in ascending order, for the tokens that chose it. x and y, (N, C); y is float32."""
+        y = torch.zeros_like(x, dtype=torch.float32)
+        gate, fc, proj = self._matrices()
+        for expert in torch.unique(chosen).tolist():
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            part = x[rows]
+            hidden = self.activation(part @ gate[expert].t()) * (part @ fc[expert].t())
+            y.index_add_(0, rows, (hidden @ proj[expert].t()) * weights[rows, place, None])
+        return y
+
+    def _gathered(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The matrices of each token's experts, copied: for few tokens, the fewest bytes."""
+        gate, fc, proj = (matrices[chosen] for matrices in self._matrices())  # (N, k, F, C), (N, k, C, F)
+        column = x[:, None, :, None]
+        hidden = self.activation(gate @ column) * (fc @ column)
+        return ((proj @ hidden).squeeze(-1) * weights[..., None]).sum(1)
+
+    def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """All experts for all tokens; what was not chosen is dropped, even if it is not finite."""
+        gate, fc, proj = self._matrices()
+        hidden = self.activation(x @ gate.mT) * (x @ fc.mT)  # (E, N, F)
+        used = torch.zeros(x.shape[0], self.config.count, dtype=torch.bool, device=x.device).scatter(1, chosen, True)
+        weight = torch.zeros_like(used, dtype=torch.float32).scatter(1, chosen, weights)
+        y = (hidden @ proj.mT) * weight.t()[..., None]
+        return y.masked_fill(~used.t()[..., None], 0.0).sum(0)

@@ -1,0 +1,187 @@
+"""Mixtures of experts: fields, shapes, routing, and the three forms of the sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.engines import GREEDY, generate, make_core, make_engine, naive_greedy, prompt
+from helpers.errors import refuses
+from helpers.models import TINY, make_model, make_weights
+from nanoinfer.config import EngineConfig, Experts, LayerKind, ModelConfig
+from nanoinfer.engines.registry import resolve
+from nanoinfer.models import experts as experts_module
+from nanoinfer.models.experts import ExpertMLP, route
+from nanoinfer.models.layers import ACTIVATIONS
+from nanoinfer.models.parameters import initialize, num_parameters, shapes
+from nanoinfer.models.truncate_layers import truncate_layers
+
+EXPERTS = Experts(count=5, per_token=2, width=12, normalize=True, scale=1.5, shared_width=7, shared_gate=True)
+MIXED = replace(
+    TINY, gated_mlp=True, activation="silu", n_inner=20, experts=EXPERTS, layers=(LayerKind(), LayerKind(experts=True))
+)
+"""A layer with a usual MLP, and one with experts."""
+ALL = replace(MIXED, layers=(LayerKind(experts=True),) * 2, experts=Experts(7, 3, 10, normalize=False))
+
+
+def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
+    mlp = make_model(config).blocks[-1].mlp
+    assert isinstance(mlp, ExpertMLP)
+    return mlp
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 0}, "experts=0 is not an integer in [1, 4096]"),
+        ({"per_token": 6}, "experts per token=6 is not an integer in [1, 5]"),
+        ({"per_token": 0}, "experts per token=0 is not an integer in [1, 5]"),
+        ({"width": 2**30}, f"width of an expert={2**30} is not an integer in [1, {(2**31 - 1) // 5}]"),
+        ({"normalize": 1}, "normalize=1 is not a bool"),
+        ({"scale": float("nan")}, "scale of experts=nan"),
+        ({"shared_width": -1}, "width of the shared expert=-1"),
+        ({"shared_width": 0}, "shared_gate=True needs a shared expert: set shared_width"),
+    ],
+)
+def test_fields_are_checked(changes: dict[str, Any], message: str) -> None:
+    refuses(lambda: replace(EXPERTS, **changes), message)
+
+
+def test_a_config_needs_experts_and_gated_mlps() -> None:
+    refuses(lambda: replace(MIXED, experts=None), "a layer has experts, but the config does not describe them")
+    refuses(lambda: replace(MIXED, gated_mlp=False), "experts need gated_mlp=True")
+    refuses(lambda: replace(MIXED, n_embd=2**30, n_head=2, head_size=8), f"experts * n_embd={5 * 2**30}")
+    assert not MIXED.is_gpt2
+
+
+def test_parameters_in_their_order() -> None:
+    found = {n.removeprefix("transformer.h.1.mlp."): s for n, s in shapes(MIXED).items() if ".1.mlp." in n}
+    assert list(found.items()) == [
+        ("router.weight", (5, 16)),
+        ("experts.c_gate.weight", (60, 16)),
+        ("experts.c_fc.weight", (60, 16)),
+        ("experts.c_proj.weight", (80, 12)),
+        ("shared.c_gate.weight", (7, 16)),
+        ("shared.c_fc.weight", (7, 16)),
+        ("shared.c_proj.weight", (16, 7)),
+        ("shared_gate.weight", (1, 16)),
+    ]
+    for config in (MIXED, ALL):
+        gpt = make_model(config)
+        assert [(n, tuple(p.shape)) for n, p in gpt.named_parameters()] == list(shapes(config).items())
+        assert gpt.num_parameters() == num_parameters(config)
+        assert {name: t.shape for name, t in initialize(config, 0)} == shapes(config)
+
+
+def test_fewer_layers_may_have_no_experts() -> None:
+    """A draft of the first layers, before any with experts."""
+    first = truncate_layers(make_weights(MIXED), 1)
+    assert "transformer.h.0.mlp.c_fc.weight" in dict(first.read())
+
+
+def test_of_equal_logits_the_lower_index_is_chosen() -> None:
+    logits = torch.zeros(3, 64)
+    logits[1, [9, 40, 63]] = 1.0
+    logits[2] = torch.arange(64.0)
+    chosen, weights = route(logits, Experts(64, 2, 1, normalize=True))
+    assert chosen.tolist() == [[0, 1], [9, 40], [62, 63]]
+    torch.testing.assert_close(
+        weights, torch.tensor([[0.5, 0.5], [0.5, 0.5], [1 / (1 + torch.e), 1 / (1 + 1 / torch.e)]])
+    )
+
+
+def test_weights_are_normalized_or_those_of_all_experts_and_scaled() -> None:
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+    chosen, weights = route(logits, Experts(4, 2, 1, normalize=False, scale=3.0))
+    assert chosen.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, 3 * logits.softmax(-1)[:, [0, 2]])
+    torch.testing.assert_close(
+        route(logits, Experts(4, 2, 1, normalize=True, scale=3.0))[1], 3 * logits[:, [0, 2]].softmax(-1)
+    )
+    assert route(logits.bfloat16(), EXPERTS)[1].dtype == torch.float32
+
+
+def direct(mlp: ExpertMLP, x: torch.Tensor) -> torch.Tensor:
+    """Return the mixture of one token, written out."""
+    e, silu = mlp.config, ACTIVATIONS["silu"]
+    logits = (mlp.router.weight @ x).tolist()
+    chosen = sorted(range(e.count), key=lambda i: (-logits[i], i))[: e.per_token]
+    shares = torch.tensor(logits).softmax(0)
+    total = sum(shares[i] for i in chosen) if e.normalize else 1.0
+    y = torch.zeros_like(x)
+    for i in chosen:
+        gate, fc, proj = (stack.weight.view(e.count, -1, stack.weight.shape[1])[i] for stack in mlp.experts.values())
+        y += shares[i] / total * e.scale * (proj @ (silu(gate @ x) * (fc @ x)))
+    if e.shared_width:
+        y += mlp.shared(x) * (torch.sigmoid(mlp.shared_gate(x)) if e.shared_gate else 1.0)
+    return y
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("config", [MIXED, ALL, replace(MIXED, experts=replace(EXPERTS, shared_gate=False))])
+def test_the_three_forms_are_the_sum_of_the_chosen_experts(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_module, "CHUNK", 8)
+    mlp = mlp_of(config)
+    x = torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([direct(mlp, row) for row in x.view(-1, 16)]).view_as(x)
+    for static in (False, True):
+        mlp.static_shapes = static
+        torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-5)
+        for rows in (0, 1, 2):
+            torch.testing.assert_close(mlp(x[0, :rows]), expected[0, :rows], rtol=1e-5, atol=1e-5)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert mlp.to(dtype)(x.to(dtype)).dtype == dtype
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("static", [False, True])
+def test_what_is_not_chosen_has_no_influence(static: bool) -> None:
+    """An expert whose weights are NaN changes only the tokens that chose it."""
+    mlp = mlp_of()
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    chosen, _ = route(mlp.router(x), EXPERTS)
+    mlp.static_shapes = static
+    before = mlp(x)
+    mlp.experts["c_fc"].weight[12:24] = torch.nan  # expert 1
+    after, hit = mlp(x), (chosen == 1).any(1)
+    assert 0 < hit.sum() < 40
+    assert after[hit].isnan().all()
+    assert torch.equal(after[~hit], before[~hit])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, static: bool) -> None:
+    mlp = mlp_of()
+    mlp.static_shapes = static
+    mlp.router.weight[3, 2] = value
+    for x in (torch.randn(1, 16), torch.randn(20, 16)):
+        x[:, 2] = 1.0
+        assert mlp(x).isnan().all()
+
+
+@pytest.mark.parametrize("config", [MIXED, ALL], ids=["mixed", "all"])
+@pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph"])
+def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
+    gpt = make_model(config)
+    prompts = [prompt(n, n) for n in (3, 20, 1)]
+    expected = [[naive_greedy(gpt, p, GREEDY.max_tokens)] for p in prompts]
+    engine = make_engine(name, gpt)
+    for chunk in (2048, 5):
+        core = make_core(engine, max_num_batched_tokens=chunk)
+        assert generate(core, prompts, [GREEDY] * 3) == expected
+
+
+def test_native_refuses_experts_and_auto_takes_another() -> None:
+    refuses(
+        lambda: resolve(EngineConfig(engine="native"), "cpu", "float32", MIXED),
+        "engine='native' cannot run: it has no mixtures of experts: use engine=static",
+    )
+    assert resolve(EngineConfig(), "cpu", "float32", MIXED).name == "static"
+    refuses(lambda: resolve(EngineConfig(quantization="int8"), "cpu", "float32", MIXED), "no engine supports a model")
