@@ -11,8 +11,7 @@ import torch
 from helpers.engines import GREEDY, generate, make_core, make_engine, naive_greedy, prompt
 from helpers.errors import refuses
 from helpers.models import TINY, make_model, make_weights
-from nanoinfer.config import EngineConfig, Experts, LayerKind, ModelConfig
-from nanoinfer.engines.registry import resolve
+from nanoinfer.config import Experts, LayerKind, ModelConfig
 from nanoinfer.models import experts as experts_module
 from nanoinfer.models.experts import ExpertMLP, route
 from nanoinfer.models.layers import ACTIVATIONS
@@ -167,7 +166,7 @@ def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, stat
 
 
 @pytest.mark.parametrize("config", [MIXED, ALL], ids=["mixed", "all"])
-@pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph"])
+@pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native"])
 def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
     gpt = make_model(config)
     prompts = [prompt(n, n) for n in (3, 20, 1)]
@@ -176,12 +175,3 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> N
     for chunk in (2048, 5):
         core = make_core(engine, max_num_batched_tokens=chunk)
         assert generate(core, prompts, [GREEDY] * 3) == expected
-
-
-def test_native_refuses_experts_and_auto_takes_another() -> None:
-    refuses(
-        lambda: resolve(EngineConfig(engine="native"), "cpu", "float32", MIXED),
-        "engine='native' cannot run: it has no mixtures of experts: use engine=static",
-    )
-    assert resolve(EngineConfig(), "cpu", "float32", MIXED).name == "static"
-    refuses(lambda: resolve(EngineConfig(quantization="int8"), "cpu", "float32", MIXED), "no engine supports a model")

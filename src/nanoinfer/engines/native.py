@@ -183,6 +183,15 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.rotary_factors = [rotary.attention_factor for rotary in rotaries]
     if growing := [rotary for rotary in rotaries if rotary.query_growth]:
         options.query_growth, options.query_context = growing[0].query_growth, growing[0].original_context
+    if (experts := model.experts) is not None:
+        options.num_experts, options.experts_per_token, options.expert_dim = (
+            experts.count,
+            experts.per_token,
+            experts.width,
+        )
+        options.normalize_experts, options.expert_scale = experts.normalize, experts.scale
+        options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
+        options.sparse = [int(kind.experts) for kind in kinds]
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):

@@ -46,8 +46,6 @@ class EngineSpec:
     """Optional dependency (import name)."""
     gpt2_only: bool = False
     """Whether the engine has only GPT-2's layers (`ModelConfig.is_gpt2`). The others run all models."""
-    experts: bool = True
-    """Whether the engine has mixtures of experts."""
     native: bool = False
     """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
     preferred: bool = True
@@ -117,7 +115,6 @@ ENGINES: dict[str, EngineSpec] = {
             quantizations=("int8", "int4"),
             memory="padded blocks",
             options=("quantization", "kv_cache_dtype", "threads"),
-            experts=False,
             native=True,
         ),
         EngineSpec(
@@ -187,17 +184,10 @@ def _why_not(
         if not has and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"
     if spec.gpt2_only and model is not None and not model.is_gpt2:
-        return f"it runs only gpt2 models, and this is a {model.family} model: {_other(config, device, dtype, model)}"
-    if not spec.experts and model is not None and model.experts is not None:
-        return f"it has no mixtures of experts: {_other(config, device, dtype, model)}"
+        others = [s for s in ENGINES.values() if not s.gpt2_only and _why_not(s, config, device, dtype) is None]
+        remedy = f"use engine={others[-1].name}" if others else "leave out quantization"
+        return f"it runs only gpt2 models, and this is a {model.family} model: {remedy}"
     return None
-
-
-def _other(config: EngineConfig, device: str, dtype: str, model: ModelConfig) -> str:
-    """Return how to run a model whose layers an engine does not have."""
-    able = [s for s in ENGINES.values() if not s.gpt2_only and (s.experts or model.experts is None)]
-    others = sorted((s for s in able if _why_not(s, config, device, dtype) is None), key=lambda s: s.preferred)
-    return f"use engine={others[-1].name}" if others else "leave out quantization"
 
 
 def build(

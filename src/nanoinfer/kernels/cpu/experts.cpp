@@ -65,8 +65,7 @@ Mixture::Mixture(const DecoderShape& s)
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
 }
 
-// The largest logits; of equal ones that of the expert with the lower index. With NaN among them the choice is any, and the
-// weights are NaN.
+// The largest logits; of equal ones that of the expert with the lower index. If one is not finite, the weights are NaN.
 void Mixture::choose(std::int64_t row) {
   const float* logit = logits + row * logit_stride;
   std::int64_t* chosen = expert_.data() + row * per_token_;
@@ -80,12 +79,15 @@ void Mixture::choose(std::int64_t row) {
     chosen[i] = best;
   }
   std::sort(chosen, chosen + per_token_);
-  float largest = logit[0], sum = 0;
-  for (std::int64_t e = 1; e < num_experts_; ++e) largest = std::max(largest, logit[e]);
+  float largest = logit[0], sum = 0, zero = 0;
+  for (std::int64_t e = 0; e < num_experts_; ++e) {
+    largest = std::max(largest, logit[e]);
+    zero += 0 * logit[e];
+  }
   for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = std::exp(logit[chosen[i]] - largest);
   if (normalize_) sum = std::accumulate(weight, weight + per_token_, 0.0f);
   else for (std::int64_t e = 0; e < num_experts_; ++e) sum += std::exp(logit[e] - largest);
-  for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = weight[i] / sum * scale_;
+  for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = weight[i] / sum * scale_ + zero;
 }
 
 void Mixture::group(std::int64_t num_rows) {

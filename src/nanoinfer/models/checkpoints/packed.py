@@ -28,7 +28,7 @@ from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints import gguf_formats, hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
-from nanoinfer.models.checkpoints.weights import POSITIONS, Weights, part_name, parts
+from nanoinfer.models.checkpoints.weights import POSITIONS, Weights, has_format, part_name, parts
 from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.utils.arrays import BlockFormats, BlockMatrix
 from nanoinfer.utils.checks import show
@@ -116,7 +116,7 @@ def pieces(config: ModelConfig, format: str, block_formats: Mapping[str, BlockFo
     packed_size = _extension().packed_size
     panels, rest = {}, {}
     for name, shape in shapes(replace(config, bias=True)).items():
-        if len(shape) == 1 or name == POSITIONS:
+        if not has_format(name, shape):
             rest[name] = Piece("float32", shape)
             continue
         for i, (part_format, rows) in enumerate(block_formats.get(name, ((format, shape[0]),))):
@@ -216,7 +216,7 @@ def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> 
     if metadata["version"] == VERSION:
         return {}
     found = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
-    sizes = {name: shape[0] for name, shape in shapes(config).items() if len(shape) == 2 and name != POSITIONS}
+    sizes = {name: shape[0] for name, shape in shapes(config).items() if has_format(name, shape)}
     formats: dict[str, BlockFormats] = {}
     for name, given in found.items() if isinstance(found, dict) else [("formats", found)]:
         entries: list[Any] = given if isinstance(given, list) and 1 <= len(given) <= MAX_PARTS else [None]

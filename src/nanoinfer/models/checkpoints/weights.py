@@ -103,6 +103,13 @@ class Weights:
 
 
 POSITIONS = "transformer.wpe.weight"
+
+
+def has_format(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a matrix in one of engine native's formats: routers are float32, as vectors are."""
+    return len(shape) == 2 and name != POSITIONS and not name.endswith((".router.weight", ".shared_gate.weight"))
+
+
 Tensors = dict[str, StoredTensor | JoinedTensor]
 
 
@@ -149,9 +156,9 @@ def check(
             f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
         )
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
-    formats = {name: tensor.block_formats for name, tensor in tensors.items() if len(tensor.shape) == 2}
-    blocks = {name: found for name, found in formats.items() if found is not None and name != POSITIONS}
-    blocks = _with_shared_inputs(blocks, config.mlp_dim)
+    formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
+    blocks = {name: found for name, found in formats.items() if found is not None}
+    blocks = _with_shared_inputs(blocks, config)
     return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
 
 
@@ -169,11 +176,12 @@ def _with_halves(stored: Mapping[str, StoredTensor], family: Family) -> dict[str
     return found
 
 
-def _with_shared_inputs(formats: Mapping[str, BlockFormats], mlp_dim: int) -> dict[str, BlockFormats]:
+def _with_shared_inputs(formats: Mapping[str, BlockFormats], config: ModelConfig) -> dict[str, BlockFormats]:
     """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
     other = {"c_gate": "c_fc", "c_fc": "c_gate"}
-    pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
-    return dict(formats) | {name: (("q8_0", mlp_dim),) for name in pairs if name not in formats}
+    pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp." in name]
+    rows = {name: shape[0] for name, shape in shapes(config).items()}
+    return dict(formats) | {name: (("q8_0", rows[name]),) for name in pairs if name in rows and name not in formats}
 
 
 def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterator[tuple[str, HostTensor]]:
@@ -202,13 +210,15 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
     head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
     formats: dict[str, BlockFormats] = {}
     for name, shape in shapes(config).items():
-        if len(shape) == 1 or name == POSITIONS:
+        if not has_format(name, shape):
             continue
         rows, columns = shape
         few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q5_0", "q8_0")
         layer = LAYER.match(name)
         better = layer is not None and more_bits(int(layer[1]), config.n_layer)
-        better = better and name.endswith(("attn.c_attn.weight", "mlp.c_proj.weight"))
+        better = better and (
+            name.endswith("attn.c_attn.weight") or (".mlp." in name and name.endswith("c_proj.weight"))
+        )
         split = rows - config.kv_dim if name.endswith("c_attn.weight") and config.n_kv_head < config.n_head else 0
         if name == head:
             formats[name] = ((more, rows),)

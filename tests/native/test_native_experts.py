@@ -1,0 +1,102 @@
+"""Mixtures of experts on engine native: logits of the reference, the same bits in any company, all formats, NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.models import TINY, load_gpt, make_weights
+from nanoinfer.config import EngineConfig, EngineLimits, Experts, LayerKind, ModelConfig
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.native import NativeEngine
+from nanoinfer.models.checkpoints import hf_config, packed
+from nanoinfer.models.checkpoints.weights import Weights
+
+MIXED = replace(
+    TINY, n_embd=64, n_layer=3, gated_mlp=True, activation="silu", norm="rms", bias=False, n_inner=96,
+    layers=(LayerKind(experts=True), LayerKind(), LayerKind(experts=True)), experts=Experts(8, 2, 32, True),
+)  # fmt: skip
+SHAPES = {
+    "whole panels": MIXED,
+    "odd widths": replace(MIXED, n_embd=48, experts=Experts(7, 3, 33, False, scale=2.5)),
+    "shared": replace(MIXED, experts=Experts(5, 2, 40, True, shared_width=24, shared_gate=True), norm_placement="both"),
+    "shared, no gate": replace(MIXED, experts=Experts(5, 5, 7, True, shared_width=33), residual_scale=0.5),
+    "one": replace(MIXED, experts=Experts(1, 1, 32, True)),
+    "many": replace(MIXED, experts=Experts(60, 8, 16, True)),
+}
+TOKENS = np.random.default_rng(0).integers(0, MIXED.vocab_size, (4, 20))
+
+
+def engine_of(weights: Weights, **options: object) -> NativeEngine:
+    limits = EngineLimits(max_num_seqs=8, block_size=weights.config.block_size, max_num_cached_tokens=8 * 32)
+    return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
+
+
+def logits(engine: NativeEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """Return the logits of all tokens of sequences, in one step."""
+    count, length = tokens.shape
+    handles = [engine.open() for _ in range(count)]
+    found = engine.extend(StepBatch(handles, tokens.reshape(-1).tolist(), [length] * count, [length] * count)).copy()
+    for handle in handles:
+        engine.close(handle)
+    return found.reshape(count, length, -1)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_logits_are_those_of_the_reference_and_the_same_alone(config: ModelConfig) -> None:
+    weights = make_weights(config)
+    expected = load_gpt(weights).eval()(torch.tensor(TOKENS)).detach().numpy()
+    engine = engine_of(weights, threads=2)
+    found = logits(engine)
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+    alone = engine.open()
+    for i, token in enumerate(TOKENS[2].tolist()):
+        assert np.array_equal(engine.extend(StepBatch([alone], [token], [1], [1]))[0], found[2, i])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_packed_folder_gives_the_same_bits(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 4 bits the experts have formats of GGUF files; routers are float32 in every folder."""
+    weights = make_weights(SHAPES["shared"])
+    monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
+    packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
+    mapped = packed.open_folder(tmp_path / "packed")
+    expected = logits(engine_of(weights, quantization=quantization))
+    assert np.array_equal(logits(engine_of(mapped)), expected)
+    full = logits(engine_of(weights))
+    error = np.abs(expected - full).max() / np.abs(full).max()
+    assert (error == 0) if quantization is None else (0 < error < 0.5)
+
+
+def test_a_router_that_is_not_finite_spoils_only_its_token() -> None:
+    """The embedding of one token makes its router overflow."""
+    weights = make_weights(MIXED)
+    tensors = dict(weights.read())
+    tensors["transformer.h.0.mlp.router.weight"].values[3, :] = np.float32(np.nan)
+    engine = engine_of(replace(weights, read=lambda: iter(tensors.items())))
+    assert np.isnan(logits(engine)).all()
+    tensors["transformer.h.0.mlp.router.weight"].values[3, :] = 0
+    tensors["transformer.wte.weight"].values[TOKENS[1, -1]] = np.float32(np.nan)
+    others = [i for i in range(4) if TOKENS[1, -1] not in TOKENS[i, :]]
+    found = logits(engine_of(replace(weights, read=lambda: iter(tensors.items()))))
+    assert np.isnan(found[1, -1]).all()
+    assert others
+    assert np.isfinite(found[others][..., [t for t in range(MIXED.vocab_size) if t != TOKENS[1, -1]]]).all()
+
+
+def test_calibration_sums_the_inputs_of_experts() -> None:
+    engine = engine_of(make_weights(SHAPES["shared"]))
+    engine.observe_inputs()
+    logits(engine)
+    sums = engine.input_squares()
+    for name, width in (("experts.c_fc", 64), ("experts.c_proj", 40), ("shared.c_fc", 64), ("shared.c_proj", 24)):
+        assert sums[f"transformer.h.0.mlp.{name}.weight"].shape == (width,)
+        assert (sums[f"transformer.h.0.mlp.{name}.weight"] > 0).all()
+    assert "transformer.h.1.mlp.c_fc.weight" in sums
+    assert "transformer.h.1.mlp.experts.c_fc.weight" not in sums
