@@ -296,14 +296,29 @@ def test_rotate(isa: str, half: int, n: int) -> None:
     assert np.array_equal(got[:, 2 * half :], rest)
 
 
-def cached(x: Array, cache: str) -> Array:
-    """What the cache stores of rows (T, D)."""
+def rounded(x: Array, cache: str, most: int) -> Array:
+    """Rows (T, D) in the type of a cache; int8: integers of at most `most`, with a float32 scale for each row."""
     if cache == "float32":
         return x.astype(np.float64)
     if cache == "bfloat16":
         return bf16(x).astype(np.float64)
-    scale = np.abs(x).max(1, keepdims=True) / np.float32(127)
-    return np.rint(x / scale) * scale.astype(np.float64)
+    top = np.abs(x).max(1, keepdims=True)
+    return np.rint(x * (np.float32(most) / top)) * (top / np.float32(most)).astype(np.float64)
+
+
+def cached(x: Array, cache: str) -> Array:
+    """What the cache stores of rows (T, D)."""
+    return rounded(x, cache, 127)
+
+
+def queries(x: Array, cache: str) -> Array:
+    """What scores are computed with, of rows (T, D)."""
+    return rounded(x, cache, 127 * 256)
+
+
+def weight_error(v: Array, cache: str) -> float:
+    """How much results change at most by the rounding of weights: 2^-9 of each, of which the results are means."""
+    return 2**-9 * 2 * float(np.abs(v).max()) if cache == "bfloat16" else 0.0
 
 
 @pytest.mark.parametrize("D", [1, 8, 16, 24, 64, 80, 128])
@@ -314,11 +329,12 @@ def test_attention(isa: str, cache: str, D: int) -> None:
         q, k, v = random((T, D), 1, 2.0), random((T, D), 2), random((T, D), 3)
         q[-1] *= 50  # a sharp softmax
         got = _native.attention(q=q, k=k, v=v, start=0, cache=cache, isa=isa)
-        scores = q.astype(np.float64) @ cached(k, cache).T / math.sqrt(D)
+        scores = queries(q, cache) @ cached(k, cache).T / math.sqrt(D)
         scores[np.triu_indices(T, 1)] = -math.inf
         share = np.exp(scores - scores.max(1, keepdims=True))
         expected = share / share.sum(1, keepdims=True) @ cached(v, cache)
-        np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-4)  # 1e-6 of a score of 100
+        atol = 2e-4 + weight_error(v, cache)  # 1e-6 of a score of 100
+        np.testing.assert_allclose(got, expected, atol=atol, rtol=1e-4)
         for start in range(T):  # one at a time, and chunks: bit for bit
             one = _native.attention(q=q[start : start + 1], k=k, v=v, start=start, cache=cache, isa=isa)
             assert np.array_equal(one[0], got[start]), (T, start)
@@ -337,7 +353,7 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
     """Keys before a query's window are NaN in the blocks, so reading one shows."""
     T = 53
     q, k, v = random((T, group * D), 1, 2.0), random((T, D), 2), random((T, D), 3)
-    ks, vs = cached(k, cache), cached(v, cache)
+    ks, vs, qs = cached(k, cache), cached(v, cache), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
     for window, scale, softcap in (
         (0, 0.0, 0.0),
         (1, 0.3, 0.0),
@@ -347,7 +363,7 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
         (99, 1.0, 4.0),
     ):
         options = {"k": k, "v": v, "cache": cache, "group": group, "window": window, "scale": scale, "softcap": softcap}
-        scores = np.einsum("tgd,sd->gts", q.astype(np.float64).reshape(T, group, D), ks) * (scale or D**-0.5)
+        scores = np.einsum("tgd,sd->gts", qs, ks) * (scale or D**-0.5)
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         behind = np.arange(T)[:, None] - np.arange(T)
         scores[:, (behind < 0) | (behind >= (window or T))] = -math.inf
@@ -355,7 +371,27 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
         expected = np.einsum("gts,sd->tgd", share / share.sum(-1, keepdims=True), vs).reshape(T, group * D)
         for start, end in ((0, T), (0, 1), (5, 6), (20, 21), (52, 53), (15, 40), (33, 53)):
             got = _native.attention(q=q[start:end], start=start, isa=isa, **options)
-            np.testing.assert_allclose(got, expected[start:end], atol=1e-4, rtol=1e-4, err_msg=str((options, start)))
+            atol = 1e-4 + weight_error(v, cache)
+            np.testing.assert_allclose(got, expected[start:end], atol=atol, rtol=1e-4, err_msg=str((options, start)))
+
+
+@pytest.mark.parametrize("window", [0, 50, 65])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_over_several_spans_is_the_same_in_any_company(isa: str, cache: str, window: int) -> None:
+    """A span of 64 positions shares a scale of int8 weights: it must not depend on the other rows of a tile."""
+    T, D = 210, 24
+    q, k, v = random((T, D), 1, 3.0), random((T, D), 2), random((T, D), 3)
+    options = {"k": k, "v": v, "cache": cache, "window": window, "isa": isa}
+    scores = queries(q, cache) @ cached(k, cache).T / math.sqrt(D)
+    behind = np.arange(T)[:, None] - np.arange(T)
+    scores[(behind < 0) | (behind >= (window or T))] = -math.inf
+    share = np.exp(scores - scores.max(1, keepdims=True))
+    got = _native.attention(q=q, start=0, **options)
+    atol = 1e-4 + weight_error(v, cache)
+    np.testing.assert_allclose(got, share / share.sum(1, keepdims=True) @ cached(v, cache), atol=atol, rtol=1e-4)
+    for start, end in [(t, t + 1) for t in range(0, T, 7)] + [(60, 66), (100, 210), (127, 131), (191, 194)]:
+        assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end]), (start, end)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])

@@ -86,8 +86,10 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budge
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
     """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
-    values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
-    part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * BYTES[cache_dtype]
+    size = 1 if cache_dtype == "int8" else BYTES[cache_dtype]
+    unit = 4 // size  # keys are padded to units of 4 bytes, values to a vector
+    numbers = -(-model.head_dim // unit) * unit + -(-model.head_dim // 16) * 16
+    part = (numbers * size + (8 if cache_dtype == "int8" else 0)) * KV_BLOCK  # int8: two float32 scales a position
     return model.n_layer * model.n_kv_head * (-(-part // 64) * 64)
 
 

@@ -1,45 +1,32 @@
-// Attention over blocks of keys and values, and the storage of new ones.
-// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+// Attention over blocks of keys and values. Part of kernels.cpp, which includes it in the namespace of each instruction set.
+//
+// Queries and weights are rounded so that one instruction multiplies and adds all numbers of a unit (units.h): to bfloat16
+// for bfloat16, and to 16 bits, two digits of 8, for int8. There a query has one scale, and so have the weights of kSpan
+// positions, multiplied by the scales of the values before: sums within a span are exact integers. What a row computes
+// depends on its own query and positions only: spans start at multiples of kSpan, and other positions have no effect.
 #pragma once
 
-// A head's part of a block:  keys (D, kBlock), transposed    values (kBlock, D rounded up to 16)
-// For int8, float scales precede them: one for each key (kBlock), then one for each value (kBlock).
+#include "units.h"
 
-NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
-
-template <CacheType type>
-struct CacheOf;
-template <>
-struct CacheOf<CacheType::f32> {
-  using T = float;
-  static constexpr std::size_t kScales = 0;
-  NI_INLINE f32x16 get(const T* p) { return load(p); }
-};
-template <>
-struct CacheOf<CacheType::bf16> {
-  using T = std::uint16_t;
-  static constexpr std::size_t kScales = 0;
-  NI_INLINE f32x16 get(const T* p) { return load_bf16(p); }
-};
-template <>
-struct CacheOf<CacheType::i8> {
-  using T = std::int8_t;
-  static constexpr std::size_t kScales = 2 * kBlock * sizeof(float);
-  NI_INLINE f32x16 get(const T* p) { return load_i8(p); }
-};
+constexpr std::int64_t kSpanBlocks = kSpan / kBlock;
+#define NI_DIGITS NI_UNROLL(2) for (int g = 0; g < kDigits; ++g)
 
 // M rows of queries that share a pass over the keys: row r of a task is head r % group of token r / group.
-template <int M>
+template <CacheType type, int M>
 struct Queries {
-  const float* q[M];
+  static constexpr int kDigits = CacheOf<type>::kDigits;
+  Unit* units;                    // (ceil(D / kUnit), kDigits, M)
+  float scale[M];                 // of the scores
+  std::int32_t shift[M][2];       // int8, of each digit: what the 128 that is added to the keys contributes, negated
   float* out[M];
+  float share[M];                 // 1 / sum of the row's weights
   std::int64_t begin[M], end[M];  // positions that the row attends to
   std::int64_t lowest, highest;   // of all begins, and of all ends
 
-  Queries(const AttentionTask& t, std::int64_t row) {
-    NI_ROWS {
+  Queries(const AttentionTask& t, std::int64_t row, Unit* units) : units(units) {
+    for (int m = 0; m < M; ++m) {
       const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
-      q[m] = t.q + token * t.q_stride + column;
+      prepare(t, t.q + token * t.q_stride + column, m);
       out[m] = t.out + token * t.out_stride + column;
       end[m] = t.start + token + 1;
       begin[m] = end[m] > t.window ? end[m] - t.window : 0;
@@ -47,126 +34,229 @@ struct Queries {
     lowest = begin[0];  // tokens are in the order of their positions
     highest = end[M - 1];
   }
-};
 
-// Scores of M rows against the keys of B blocks; lanes are positions. A single row processes several blocks at once, so
-// that additions of different scores overlap. Each score is summed in the order of the dimensions in all cases.
-template <CacheType type, int M, int B>
-NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const Queries<M>& rows, float* out,
-                      std::int64_t stride) {
-  using C = CacheOf<type>;
-  const typename C::T* k[B];
-  f32x16 acc[M][B];
-  for (int b = 0; b < B; ++b) k[b] = (const typename C::T*)(blocks[b] + t.offset + C::kScales);
-  NI_ROWS for (int b = 0; b < B; ++b) acc[m][b] = broadcast(0.0f);
-  for (std::int64_t d = 0; d < t.head_dim; ++d)
-    NI_UNROLL(4) for (int b = 0; b < B; ++b) {
-      const f32x16 keys = C::get(k[b] + d * kBlock);
-      NI_ROWS acc[m][b] = fma(keys, broadcast(rows.q[m][d]), acc[m][b]);
-    }
-  for (int b = 0; b < B; ++b) {
-    f32x16 scale = broadcast(t.scale);
-    if constexpr (type == CacheType::i8) scale = scale * load((const float*)(blocks[b] + t.offset));
-    NI_ROWS {
-      const f32x16 score = acc[m][b] * scale;
-      store(out + m * stride + b * kBlock, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
+ private:
+  void prepare(const AttentionTask& t, const float* q, int m) {
+    using C = CacheOf<type>;
+    const auto put = [&](std::int64_t d, int digit, auto x) __attribute__((always_inline)) {
+      alignas(64) Unit narrow[16 / C::kUnit];
+      C::narrow(x, narrow);
+      for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < t.head_dim; ++u)
+        units[((d / C::kUnit + u) * kDigits + digit) * M + m] = narrow[u];
+    };
+    scale[m] = t.scale;
+    if constexpr (type == CacheType::i8) {
+      i32x16 numbers = broadcast(0), highs = broadcast(0);
+      const auto take = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) {
+        const i32x16 high = (x + broadcast(128)) >> 8;  // x = 256 high + low, and low is x's last byte, signed
+        put(d, 0, high);
+        put(d, 1, x);
+        numbers = numbers + x;
+        highs = highs + high;
+      };
+      scale[m] *= quantize_row<127 << 8>(q, t.head_dim, take);
+      shift[m][0] = -128 * sum(highs);
+      shift[m][1] = -128 * sum(numbers) - 256 * shift[m][0];
+    } else {
+      for (std::int64_t d = 0; d < t.head_dim; d += 16) put(d, 0, load_first(q + d, t.head_dim - d));
     }
   }
+};
+
+// Scores of M rows against the keys of B blocks; lanes are positions. Each score is summed in the order of the
+// dimensions in all cases.
+template <CacheType type, int M, int B>
+NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const Queries<type, M>& rows, float* out,
+                      std::int64_t stride) {
+  using C = CacheOf<type>;
+  constexpr int kDigits = C::kDigits;
+  const std::uint8_t* k[B];
+  typename C::Sum acc[M][B][kDigits];
+  for (int b = 0; b < B; ++b) k[b] = blocks[b] + t.offset + C::kScales;
+  NI_ROWS for (int b = 0; b < B; ++b) NI_DIGITS {
+    if constexpr (type == CacheType::i8) acc[m][b][g] = broadcast(rows.shift[m][g]);
+    else acc[m][b][g] = broadcast(0.0f);
+  }
+  const Unit* q = rows.units;
+  for (std::int64_t d = 0; d < t.head_dim; d += C::kUnit, q += kDigits * M) {
+    i32x16 keys[B];
+    NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = load_ints(k[b] + d / C::kUnit * kBlock * sizeof(Unit));
+    NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b)
+      NI_DIGITS acc[m][b][g] = C::score(acc[m][b][g], keys[b], q[g * M + m]);
+  }
+  for (int b = 0; b < B; ++b)
+    NI_ROWS {
+      f32x16 scale = broadcast(rows.scale[m]);
+      if constexpr (type == CacheType::i8) scale = scale * load((const float*)(blocks[b] + t.offset));
+      const f32x16 score = C::value(acc[m][b]) * scale;
+      store(out + m * stride + b * kBlock, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
+    }
 }
 
 // Blocks are far apart in memory, so the hardware prefetcher does not predict the next one.
 NI_INLINE void prefetch_lines(const std::uint8_t* p, std::int64_t bytes) {
   for (std::int64_t at = 0; at < bytes; at += 64) prefetch(p + at);
 }
-
+template <CacheType type>
+NI_INLINE std::int64_t key_bytes(const AttentionTask& t) {
+  constexpr std::int64_t unit = CacheOf<type>::kUnit;
+  return (t.head_dim + unit - 1) / unit * kBlock * sizeof(Unit);
+}
+template <CacheType type>
+NI_INLINE std::int64_t value_bytes(const AttentionTask& t) {
+  return kBlock / CacheOf<type>::kUnit * padded(t.head_dim) * sizeof(Unit);
+}
 template <CacheType type>
 NI_INLINE const std::uint8_t* values_at(const AttentionTask& t, std::int64_t block) {
-  using C = CacheOf<type>;
-  return t.blocks[block] + t.offset + C::kScales + t.head_dim * kBlock * sizeof(typename C::T);
+  return t.blocks[block] + t.offset + CacheOf<type>::kScales + key_bytes<type>(t);
 }
 
-// Softmax over the row's own positions, in place; all other weights become 0. s[0] is position `base`.
-NI_INLINE void softmax(float* s, std::int64_t begin, std::int64_t end, std::int64_t stride) {
-  const f32x16 nothing = broadcast(-__builtin_huge_valf());
-  const auto own = [&](std::int64_t i, f32x16 x, float other) __attribute__((always_inline)) {
-    if (begin > i) {
-      float lanes[16];
-      store(lanes, x);
-      for (std::int64_t l = 0; l < 16 && i + l < begin; ++l) lanes[l] = other;
-      x = load(lanes);
-    }
-    return first(end - i, x, other);
-  };
-  const std::int64_t from = begin / 16 * 16;
-  f32x16 top = nothing, total = broadcast(0.0f);
-  for (std::int64_t i = from; i < end; i += 16) top = max(own(i, load(s + i), -__builtin_huge_valf()), top);
-  const f32x16 most = broadcast(largest(top));
-  for (std::int64_t i = 0; i < from; i += 16) store(s + i, broadcast(0.0f));
-  for (std::int64_t i = from; i < stride; i += 16) {
-    const f32x16 e = end > i ? own(i, exp(load(s + i) - most), 0.0f) : broadcast(0.0f);
-    store(s + i, e);
-    if (end > i) total = total + e;
+NI_INLINE const float* value_scales(const AttentionTask& t, std::int64_t block) {  // int8
+  return (const float*)(t.blocks[block] + t.offset) + kBlock;
+}
+
+// x where from <= lane < to, else `other`.
+NI_INLINE f32x16 between(std::int64_t from, std::int64_t to, f32x16 x, float other) {
+  if (from > 0) {
+    float lanes[16];
+    store(lanes, x);
+    for (std::int64_t l = 0; l < 16 && l < from; ++l) lanes[l] = other;
+    x = load(lanes);
   }
-  const f32x16 share = broadcast(1.0f / sum(total));
-  for (std::int64_t i = from; i < end; i += 16) store(s + i, load(s + i) * share);
+  return to < 16 ? first(to < 0 ? 0 : to, x, other) : x;
 }
 
-// Weighted sums of values for M rows, up to 64 dimensions at a time; lanes are dimensions. A row reads only its own
-// positions, because a weight of 0 does not cancel a NaN. weights[0] is the first position of block `first_block`.
-template <CacheType type, int M, int N>
-NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t stride, const Queries<M>& rows,
-                   std::int64_t first_block, std::int64_t d) {
+template <CacheType type>
+constexpr std::int64_t kSpanUnits = kSpan / CacheOf<type>::kUnit;
+
+// Write the weights of kSpan positions as units in the place of their scores, and add them to `total`: as they are rounded,
+// but for int8. There `scales` are those of the values, the units of the first digits are followed by those of the second
+// and by the scale of all, and `check` becomes NaN if a scale is.
+template <CacheType type>
+NI_INLINE void store_weights(f32x16* e, const f32x16* scales, float* to, f32x16& total, f32x16& check) {
   using C = CacheOf<type>;
+  constexpr std::int64_t kUnits = kBlock / C::kUnit;
+  if constexpr (type == CacheType::i8) {
+    f32x16 top = broadcast(0.0f);
+    for (int b = 0; b < kSpanBlocks; ++b) {
+      total = total + e[b];
+      e[b] = e[b] * scales[b];
+      check = fma(e[b], broadcast(0.0f), check);
+      top = max(e[b], top);
+    }
+    const float most = largest(top);
+    const f32x16 inverse = broadcast(most > 1e-30f ? 65535.0f / most : 0.0f);
+    for (int b = 0; b < kSpanBlocks; ++b) {
+      const i32x16 x = round(e[b] * inverse);
+      C::narrow(x >> 8, (Unit*)to + b * kUnits);
+      C::narrow(x, (Unit*)to + kSpanUnits<type> + b * kUnits);
+    }
+    to[2 * kSpanUnits<type>] = most / 65535.0f;
+  } else {
+    for (int b = 0; b < kSpanBlocks; ++b) {
+      C::narrow(e[b], (Unit*)to + b * kUnits);
+      total = total + C::widen((const Unit*)to + b * kUnits);
+    }
+  }
+}
+
+// Turn the scores of row m into weights, in place; those of other positions than its own become 0. They are not divided by
+// their sum. s[0] is position `base`, a multiple of kSpan, and `stride` as well.
+template <CacheType type, int M>
+void softmax(const AttentionTask& t, Queries<type, M>& rows, int m, float* s, std::int64_t base, std::int64_t stride) {
+  const std::int64_t begin = rows.begin[m] - base, end = rows.end[m] - base;
+  f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f), check = broadcast(0.0f);
+  for (std::int64_t i = begin / kBlock * kBlock; i < end; i += kBlock)
+    top = max(between(begin - i, end - i, load(s + i), -__builtin_huge_valf()), top);
+  const f32x16 most = broadcast(largest(top));
+  for (std::int64_t i = 0; i < stride; i += kSpan) {
+    f32x16 e[kSpanBlocks], scales[kSpanBlocks];
+    for (int b = 0; b < kSpanBlocks; ++b) {
+      const std::int64_t at = i + b * kBlock;
+      const bool own = at < end && at + kBlock > begin;
+      e[b] = own ? between(begin - at, end - at, exp(load(s + at) - most), 0.0f) : broadcast(0.0f);
+      if constexpr (type == CacheType::i8)
+        scales[b] = own ? between(begin - at, end - at, load(value_scales(t, (base + at) / kBlock)), 0.0f) : e[b];
+    }
+    store_weights<type>(e, scales, s + i, total, check);
+  }
+  rows.share[m] = 1.0f / sum(total) + sum(check);
+}
+
+// Weighted sums of values for M rows, 16 N dimensions from d on; lanes are dimensions. weights[0] is position `base`.
+// A row multiplies only its own positions, because a weight of 0 does not cancel a NaN; for int8 it does.
+template <CacheType type, int M, int N>
+NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t stride, const Queries<type, M>& rows,
+                   std::int64_t base, std::int64_t d) {
+  using C = CacheOf<type>;
+  constexpr int kDigits = C::kDigits;
+  constexpr std::int64_t kUnit = C::kUnit, kUnits = kBlock / kUnit;
   const std::int64_t width = padded(t.head_dim);
   const std::int64_t common_begin = rows.begin[M - 1], common_end = rows.end[0];  // attended by all rows
   f32x16 acc[M][N];
   NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(0.0f);
-  for (std::int64_t block = first_block; block * kBlock < rows.highest; ++block) {
-    const std::int64_t base = block * kBlock;
-    const std::uint8_t* part = t.blocks[block] + t.offset;
-    const typename C::T* v = (const typename C::T*)values_at<type>(t, block) + d;
-    const float* scale = (const float*)part + kBlock;  // scales of the values, int8 only
-    const float* w = weights + (block - first_block) * kBlock;
-    const auto add = [&](std::int64_t s, bool everyone) __attribute__((always_inline)) {
-      f32x16 values[N];
-      NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
-      NI_ROWS {
-        if (!everyone && (base + s >= rows.end[m] || base + s < rows.begin[m])) continue;
-        float p = w[m * stride + s];
-        if constexpr (type == CacheType::i8) p *= scale[s];
-        const f32x16 share = broadcast(p);
-        NI_UNROLL(4) for (int j = 0; j < N; ++j) acc[m][j] = fma(values[j], share, acc[m][j]);
-      }
-    };
-    if (M <= 4 && (block + 2) * kBlock < rows.highest)
-      prefetch_lines(values_at<type>(t, block + 2), kBlock * width * sizeof(*v));
-    std::int64_t s = rows.lowest > base ? rows.lowest - base : 0;
-    const std::int64_t count = rows.highest - base < kBlock ? rows.highest - base : kBlock;
-    const std::int64_t from = common_begin - base < count ? common_begin - base : count;
-    const std::int64_t to = common_end - base < count ? common_end - base : count;
-    for (; s < from; ++s) add(s, /*everyone=*/false);
-    for (; s < to; ++s) add(s, /*everyone=*/true);
-    for (; s < count; ++s) add(s, /*everyone=*/false);
+  for (; base < rows.highest; base += kSpan, weights += kSpan) {
+    typename C::Sum sum[M][N][kDigits];
+    NI_ROWS for (int j = 0; j < N; ++j) NI_DIGITS {
+      if constexpr (type == CacheType::i8) sum[m][j][g] = broadcast(0);
+      else sum[m][j][g] = acc[m][j];
+    }
+    for (std::int64_t b = 0; b < kSpanBlocks && base + b * kBlock < rows.highest; ++b) {
+      const std::int64_t block = base / kBlock + b, from = block * kBlock;
+      if (M <= 4 && (block + 2) * kBlock < rows.highest) prefetch_lines(values_at<type>(t, block + 2), value_bytes<type>(t));
+      const Unit* v = (const Unit*)values_at<type>(t, block) + d;
+      const Unit* w = (const Unit*)weights + b * kUnits;
+      const auto add = [&](std::int64_t u, bool everyone) __attribute__((always_inline)) {
+        i32x16 values[N];
+        NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = load_ints(v + u * width + 16 * j);
+        const std::int64_t position = from + u * kUnit;
+        NI_ROWS {
+          std::uint32_t keep = ~0u;  // of a unit
+          if (!everyone) {
+            if (position + kUnit <= rows.begin[m] || position >= rows.end[m]) continue;
+            if (position < rows.begin[m]) keep = 0xffff0000u;
+            if (position + kUnit > rows.end[m]) keep = 0xffffu;
+          }
+          NI_DIGITS {
+            const Unit weight = w[m * stride + g * kSpanUnits<type> + u];
+            NI_UNROLL(4) for (int j = 0; j < N; ++j)
+              sum[m][j][g] = C::mix(sum[m][j][g], everyone ? values[j] : values[j] & keep, weight);
+          }
+        }
+      };
+      if (type == CacheType::i8 || (from >= common_begin && from + kBlock <= common_end))
+        for (std::int64_t u = 0; u < kUnits; ++u) add(u, /*everyone=*/true);
+      else
+        for (std::int64_t u = 0; u < kUnits; ++u) add(u, /*everyone=*/false);
+    }
+    NI_ROWS for (int j = 0; j < N; ++j) {
+      if constexpr (type == CacheType::i8)
+        acc[m][j] = fma(C::value(sum[m][j]), broadcast(weights[m * stride + 2 * kSpanUnits<type>]), acc[m][j]);
+      else
+        acc[m][j] = C::value(sum[m][j]);
+    }
   }
   NI_ROWS for (int j = 0; j < N; ++j)
-    store_first(rows.out[m] + d + 16 * j, acc[m][j], t.head_dim - d - 16 * j);
+    store_first(rows.out[m] + d + 16 * j, acc[m][j] * broadcast(rows.share[m]), t.head_dim - d - 16 * j);
 }
 
 // Attention of M consecutive rows: scores, softmax over each row's own positions, weighted sums of values.
 template <CacheType type, int M>
 void attend(const AttentionTask& t, std::int64_t row) {
-  const Queries<M> rows(t, row);
-  const std::int64_t first_block = rows.lowest / kBlock, blocks = (rows.highest + kBlock - 1) / kBlock;
-  const std::int64_t stride = (blocks - first_block) * kBlock;
-  float* s = t.scratch;  // (M, stride); blocks before first_block are skipped
-  constexpr int kAtOnce = M == 1 ? 4 : M <= 4 ? 2 : 1;
-  const std::int64_t key_bytes = t.head_dim * kBlock * sizeof(typename CacheOf<type>::T);
-  const auto at = [&](std::int64_t block) { return s + (block - first_block) * kBlock; };
-  std::int64_t b = first_block;
+  constexpr int kSums = M * CacheOf<type>::kDigits;
+  constexpr int kAtOnce = M == 1 ? 4 : kSums <= 8 ? 2 : 1;  // blocks
+  constexpr int kWide = kWidth == 16 ? 16 / kSums : 4 / kSums;  // vectors of values whose sums fit in the registers
+  Queries<type, M> rows(t, row, (Unit*)t.scratch);
+  float* s = t.scratch + padded(t.head_dim) * M;  // (M, stride), from a multiple of kSpan on
+  const std::int64_t base = rows.lowest / kSpan * kSpan;
+  const std::int64_t stride = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
+  const std::int64_t blocks = (rows.highest + kBlock - 1) / kBlock;
+  std::int64_t b = base / kBlock;
+  const auto at = [&](std::int64_t block) { return s + block * kBlock - base; };
   for (; b + kAtOnce <= blocks; b += kAtOnce) {
     if constexpr (M <= 4)
       for (std::int64_t next = b + kAtOnce; next < b + 2 * kAtOnce && next < blocks; ++next)
-        prefetch_lines(t.blocks[next] + t.offset, key_bytes);
+        prefetch_lines(t.blocks[next] + t.offset, key_bytes<type>(t));
     scores<type, M, kAtOnce>(t, t.blocks + b, rows, at(b), stride);
   }
   if constexpr (M == 1) {
@@ -175,15 +265,15 @@ void attend(const AttentionTask& t, std::int64_t row) {
   }
   for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, rows, at(b), stride);
   if constexpr (M <= 4)
-    for (b = first_block; b < first_block + 2 && b < blocks; ++b)
-      prefetch_lines(values_at<type>(t, b), kBlock * padded(t.head_dim) * sizeof(typename CacheOf<type>::T));
-  const std::int64_t base = first_block * kBlock;
-  NI_ROWS softmax(s + m * stride, rows.begin[m] - base, rows.end[m] - base, stride);
+    for (b = base / kBlock; b < base / kBlock + 2 && b < blocks; ++b)
+      prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
+  for (int m = 0; m < M; ++m) softmax<type, M>(t, rows, m, s + m * stride, base, stride);
   std::int64_t d = 0;
-  if constexpr (M <= kRowsFloat / 2)
-    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, first_block, d);
-  for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, first_block, d);
-  if (d < t.head_dim) mix<type, M, 1>(t, s, stride, rows, first_block, d);
+  if constexpr (kWide >= 4)
+    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, base, d);
+  if constexpr (kWide >= 2)
+    for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, base, d);
+  for (; d < t.head_dim; d += 16) mix<type, M, 1>(t, s, stride, rows, base, d);
 }
 
 // Rows are processed in tiles of 8, 4, 3, 2 and 1, as many as fit in the registers of the instruction set.
@@ -205,43 +295,5 @@ void attention(const AttentionTask& task) {
     case CacheType::f32: return attention_as<CacheType::f32>(task);
     case CacheType::bf16: return attention_as<CacheType::bf16>(task);
     case CacheType::i8: return attention_as<CacheType::i8>(task);
-  }
-}
-
-NI_INLINE float int8_scale(const float* x, std::int64_t n) {
-  float most = 0, check = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
-    check += x[i] * 0.0f;
-  }
-  return most / 127.0f + check;
-}
-NI_INLINE std::int8_t to_int8(float x, float scale) {  // scale 0: all values are 0; NaN: the scale carries it
-  return scale > 1e-32f && scale < __builtin_huge_valf() ? (std::int8_t)__builtin_rintf(x / scale) : (std::int8_t)0;
-}
-
-void store_kv(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
-              std::int64_t slot) {
-  const std::int64_t width = padded(head_dim);
-  if (type == CacheType::f32) {
-    float *keys = (float*)part, *values = keys + head_dim * kBlock + slot * width;
-    for (std::int64_t d = 0; d < head_dim; ++d) keys[d * kBlock + slot] = k[d];
-    for (std::int64_t d = 0; d < head_dim; ++d) values[d] = v[d];
-  } else if (type == CacheType::bf16) {
-    std::uint16_t *keys = (std::uint16_t*)part, *values = keys + head_dim * kBlock + slot * width;
-    for (std::int64_t d = 0; d < head_dim; d += 16) {
-      std::uint16_t narrow[16];
-      store_bf16(narrow, load_first(k + d, head_dim - d));
-      for (std::int64_t j = 0; j < 16 && d + j < head_dim; ++j) keys[(d + j) * kBlock + slot] = narrow[j];
-      store_bf16(values + d, load_first(v + d, head_dim - d));  // the row is padded to 16
-    }
-  } else {
-    float* scales = (float*)part;
-    const float key_scale = scales[slot] = int8_scale(k, head_dim);
-    const float value_scale = scales[kBlock + slot] = int8_scale(v, head_dim);
-    std::int8_t* keys = (std::int8_t*)(scales + 2 * kBlock);
-    std::int8_t* values = keys + head_dim * kBlock + slot * width;
-    for (std::int64_t d = 0; d < head_dim; ++d) keys[d * kBlock + slot] = to_int8(k[d], key_scale);
-    for (std::int64_t d = 0; d < head_dim; ++d) values[d] = to_int8(v[d], value_scale);
   }
 }

@@ -8,11 +8,10 @@
 namespace nanoinfer {
 
 std::size_t CacheShape::part_bytes() const {
-  const std::int64_t values = (head_dim + (head_dim + kLanes - 1) / kLanes * kLanes) * kBlock;
-  const std::size_t bytes = type == CacheType::f32   ? values * 4
-                            : type == CacheType::bf16 ? values * 2
-                                                      : values + 2 * kBlock * sizeof(float);
-  return (bytes + 63) / 64 * 64;
+  const std::int64_t size = type == CacheType::f32 ? 4 : type == CacheType::bf16 ? 2 : 1, unit = 4 / size;
+  const std::int64_t keys = (head_dim + unit - 1) / unit * unit, values = (head_dim + kLanes - 1) / kLanes * kLanes;
+  const std::size_t scales = type == CacheType::i8 ? 2 * kBlock * sizeof(float) : 0;
+  return (scales + (keys + values) * size * kBlock + 63) / 64 * 64;
 }
 
 Cache::Cache(const CacheShape& shape, std::int64_t num_blocks)

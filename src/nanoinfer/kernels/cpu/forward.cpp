@@ -29,7 +29,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
   attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(std::max(s.mlp_dim, s.shared_dim));
-  scratch_stride_ = padded(std::max(kQueryTile * (s.block_size + kBlock), s.n_embd));
+  scratch_stride_ = padded(std::max(attention_scratch(s.head_dim, s.block_size), s.n_embd));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);

@@ -12,7 +12,7 @@
 //   4. Weights of 8 and 4 bits are multiplied with activations of 8 bits (one scale for every kGroup inputs of a row) in
 //      exact integers, with four products in each instruction if the CPU has VNNI.
 //   5. Keys are stored transposed (kBlock positions interleaved), so attention uses the same product: lanes are
-//      positions, and a score needs no sum across lanes.
+//      positions, and a score needs no sum across lanes. Keys and values are multiplied in their own type.
 //
 // sources.cmake compiles this file with NANOINFER_ISA=<name> and the compiler flags of that instruction set. It must not
 // include standard headers with inline functions (see kernels.h).

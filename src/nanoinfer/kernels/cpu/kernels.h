@@ -20,6 +20,7 @@ constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two independent
 constexpr std::int64_t kGroup = 64;
 constexpr std::int64_t kSmallGroup = 32;  // inputs of a scale of activations for the formats of GGUF files
 constexpr std::int64_t kBlock = 16;   // one vector of positions
+constexpr std::int64_t kSpan = 64;    // positions that share a scale of the weights of int8 values: whole blocks
 constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, that share a pass over a sequence's keys
 
 // The formats of GGUF files (BlockFormat in layout.h).
@@ -91,8 +92,11 @@ struct AttentionTask {
   std::int64_t q_stride;
   float* out;                         // (num_tokens, out_stride), group * head_dim written
   std::int64_t out_stride;
-  float* scratch;                     // kQueryTile * (positions rounded up to kBlock) floats
+  float* scratch;                     // attention_scratch(head_dim, positions) floats
 };
+constexpr std::int64_t attention_scratch(std::int64_t head_dim, std::int64_t positions) {  // queries and scores of a tile
+  return kQueryTile * ((head_dim + kLanes - 1) / kLanes * kLanes + (positions + kSpan - 1) / kSpan * kSpan);
+}
 
 struct Kernels {
   const char* name;

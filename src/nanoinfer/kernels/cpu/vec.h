@@ -70,7 +70,9 @@ NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; retur
 NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
 NI_INLINE i32x16 operator+(i32x16 a, i32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
 NI_INLINE i32x16 operator|(i32x16 a, i32x16 b) { NI_EACH a.v[i] |= b.v[i]; return a; }
+NI_INLINE i32x16 operator&(i32x16 a, std::uint32_t b) { NI_EACH a.v[i] &= (std::int32_t)b; return a; }
 NI_INLINE i32x16 operator<<(i32x16 a, int n) { NI_EACH a.v[i] <<= n; return a; }
+NI_INLINE i32x16 operator>>(i32x16 a, int n) { NI_EACH a.v[i] >>= n; return a; }  // keeps the sign
 // A NaN in `a` is kept, so that an overflow reaches the logits, where it is reported.
 NI_INLINE f32x16 max(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] < b.v[i] ? b.v[i] : a.v[i]; return a; }
 NI_INLINE f32x16 min(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] > b.v[i] ? b.v[i] : a.v[i]; return a; }
@@ -245,34 +247,36 @@ NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
 #endif
 }
 
-// acc[l] += sum over j < 4 of w[l][j] * a[j]; w are 4 unsigned bytes a lane, a 4 signed bytes.
-NI_INLINE i32x16 dot4(i32x16 acc, i32x16 w, std::int32_t a) {
+// acc[l] += sum over j < 4 of u[l][j] * s[l][j]; u are 4 unsigned bytes a lane, s 4 signed bytes.
+NI_INLINE i32x16 dot4(i32x16 acc, i32x16 u, i32x16 s) {
 #if defined(__AVX512VNNI__)
-  acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)w.v[0], _mm512_set1_epi32(a));
+  acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)u.v[0], (__m512i)s.v[0]);
 #elif defined(__AVX512BW__)
   // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: sums of two products of bytes would overflow 16 bits.
-  const __m512i x = _mm512_set1_epi32(a), v = (__m512i)w.v[0];
+  const __m512i x = (__m512i)s.v[0], v = (__m512i)u.v[0];
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0xff)),
                                          _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(v, 8), _mm512_srai_epi16(x, 8));
   acc.v[0] = (vi)_mm512_add_epi32((__m512i)acc.v[0], _mm512_add_epi32(even, odd));
 #elif defined(__AVX2__)
-  const __m256i x = _mm256_set1_epi32(a);
   NI_EACH {
-    const __m256i v = (__m256i)w.v[i];
+    const __m256i x = (__m256i)s.v[i], v = (__m256i)u.v[i];
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0xff)),
                                            _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(v, 8), _mm256_srai_epi16(x, 8));
     acc.v[i] = (vi)_mm256_add_epi32((__m256i)acc.v[i], _mm256_add_epi32(even, odd));
   }
 #else
-  for (int j = 0; j < 4; ++j) {
-    const std::int32_t b = (std::int8_t)((std::uint32_t)a >> (8 * j));
-    NI_EACH acc.v[i] += (vi)((bits<vu>(w.v[i]) >> (8 * j)) & 0xffu) * b;
-  }
+  for (int j = 0; j < 4; ++j)
+    NI_EACH {
+      const vi byte = (vi)(bits<vu>(s.v[i]) << (24 - 8 * j)) >> 24;
+      acc.v[i] += (vi)((bits<vu>(u.v[i]) >> (8 * j)) & 0xffu) * byte;
+    }
 #endif
   return acc;
 }
+// The same four signed bytes for all lanes.
+NI_INLINE i32x16 dot4(i32x16 acc, i32x16 u, std::int32_t s) { return dot4(acc, u, broadcast(s)); }
 
 // The same in two steps, for w < 128: sums of two products each in 16 bits, which can be added while they fit, and then
 // their sums of two. Exact, like dot4, which takes more instructions if the CPU has none for it.

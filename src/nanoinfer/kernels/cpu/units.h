@@ -1,0 +1,134 @@
+// Keys, queries, values and weights of attention as units of 4 bytes, and the storage of new keys and values.
+// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+#pragma once
+
+// A unit has one float, two bfloat16 or four int8, which one instruction multiplies and adds. A head's part of a block:
+//   keys (ceil(D / kUnit), kBlock): a unit has kUnit dimensions of a position; missing dimensions are zeros
+//   values (kBlock / kUnit, D rounded up to 16): a unit has kUnit positions of a dimension
+// For int8, float scales precede them: one for each key (kBlock), then one for each value (kBlock). Bytes of keys are
+// stored with 128 added, because dot4 takes one unsigned operand: the queries are signed, and so are values, whose weights
+// are not negative. Queries and weights have 16 bits then, two digits: x = 256 x[0] + x[1].
+
+NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
+
+NI_INLINE f32x16 as_floats(i32x16 x) {
+  f32x16 r;
+  NI_EACH r.v[i] = bits<vf>(x.v[i]);
+  return r;
+}
+
+// For each type: how 16 numbers become units, and what a unit of queries or weights adds to a sum.
+template <CacheType type>
+struct CacheOf;
+template <>
+struct CacheOf<CacheType::f32> {
+  using T = float;
+  using Sum = f32x16;
+  static constexpr std::int64_t kUnit = 1;
+  static constexpr int kDigits = 1;
+  static constexpr std::size_t kScales = 0;
+  NI_INLINE void narrow(f32x16 x, Unit* to) { store((float*)to, x); }
+  NI_INLINE f32x16 widen(const Unit* from) { return load((const float*)from); }
+  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return fma(as_floats(keys), broadcast(bits<float>(query)), sum); }
+  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return score(sum, values, weight); }
+  NI_INLINE f32x16 value(const Sum (&sum)[1]) { return sum[0]; }
+};
+template <>
+struct CacheOf<CacheType::bf16> {
+  using T = std::uint16_t;
+  using Sum = f32x16;
+  static constexpr std::int64_t kUnit = 2;
+  static constexpr int kDigits = 1;
+  static constexpr std::size_t kScales = 0;
+  NI_INLINE void narrow(f32x16 x, Unit* to) { store_bf16((std::uint16_t*)to, x); }
+  NI_INLINE f32x16 widen(const Unit* from) { return load_bf16((const std::uint16_t*)from); }
+  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return dot2_bf16(sum, keys, (std::int32_t)query); }
+  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return score(sum, values, weight); }
+  NI_INLINE f32x16 value(const Sum (&sum)[1]) { return sum[0]; }
+};
+template <>
+struct CacheOf<CacheType::i8> {
+  using T = std::int8_t;
+  using Sum = i32x16;
+  static constexpr std::int64_t kUnit = 4;
+  static constexpr int kDigits = 2;
+  static constexpr std::size_t kScales = 2 * kBlock * sizeof(float);
+  NI_INLINE void narrow(i32x16 x, Unit* to) { store_i8((std::int8_t*)to, x); }
+  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return dot4(sum, keys, (std::int32_t)query); }
+  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return dot4(sum, broadcast((std::int32_t)weight), values); }
+  NI_INLINE f32x16 value(const Sum (&sum)[2]) { return fma(to_float(sum[0]), broadcast(256.0f), to_float(sum[1])); }
+};
+
+// Quantize n floats to integers of at most kMost with one scale, which is returned. take(k, numbers k to k + 15).
+// If a float is NaN or infinite, the scale is NaN, which reaches the logits.
+template <int kMost, class Take>
+NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take) {
+  f32x16 top = broadcast(0.0f), check = broadcast(0.0f);
+  for (std::int64_t k = 0; k < n; k += 16) {
+    const f32x16 v = load_first(x + k, n - k);
+    top = max(abs(v), top);
+    check = fma(v, broadcast(0.0f), check);
+  }
+  const float most = largest(top), bad = sum(check);  // bad is 0 or NaN
+  const bool usable = most > 1e-30f && bad == 0;
+  const f32x16 inverse = broadcast(usable ? (float)kMost / most : 0.0f);
+  for (std::int64_t k = 0; k < n; k += 16)
+    take(k, usable ? round(load_first(x + k, n - k) * inverse) : broadcast(0));
+  return most / (float)kMost + bad;
+}
+
+// Store 16 numbers of a key, dimensions d to d + 15, and of a value.
+template <class C>
+struct Slot {
+  Unit* keys;            // unit u of the key: keys[u * kBlock]
+  typename C::T* value;  // of dimension d: value[d * C::kUnit]
+  std::int64_t head_dim;
+
+  Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim) {
+    Unit* const from = (Unit*)(part + C::kScales);
+    const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
+    keys = from + slot;
+    value = (typename C::T*)(from + units * kBlock + slot / C::kUnit * padded(head_dim)) + slot % C::kUnit;
+  }
+  template <class Numbers>
+  void key(std::int64_t d, Numbers x, Unit flip) const {
+    alignas(64) Unit units[16 / C::kUnit];
+    C::narrow(x, units);
+    for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < head_dim; ++u)
+      keys[(d / C::kUnit + u) * kBlock] = units[u] ^ flip;
+  }
+  template <class Numbers>
+  void values(std::int64_t d, Numbers x) const {
+    alignas(64) Unit units[16 / C::kUnit];
+    C::narrow(x, units);
+    typename C::T numbers[16];
+    __builtin_memcpy(numbers, units, sizeof numbers);
+    for (std::int64_t j = 0; j < 16 && d + j < head_dim; ++j) value[(d + j) * C::kUnit] = numbers[j];
+  }
+};
+
+template <CacheType type>
+void store_as(const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part, std::int64_t slot) {
+  const Slot<CacheOf<type>> to(part, head_dim, slot);
+  if constexpr (type == CacheType::i8) {
+    float* scales = (float*)part;
+    const auto put_key = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) { to.key(d, x, 0x80808080u); };
+    const auto put_value = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) { to.values(d, x); };
+    scales[slot] = quantize_row<127>(k, head_dim, put_key);
+    scales[kBlock + slot] = quantize_row<127>(v, head_dim, put_value);
+  } else {
+    for (std::int64_t d = 0; d < head_dim; d += 16) {
+      to.key(d, load_first(k + d, head_dim - d), 0);
+      to.values(d, load_first(v + d, head_dim - d));
+    }
+  }
+}
+
+void store_kv(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
+              std::int64_t slot) {
+  switch (type) {
+    case CacheType::f32: return store_as<CacheType::f32>(k, v, head_dim, part, slot);
+    case CacheType::bf16: return store_as<CacheType::bf16>(k, v, head_dim, part, slot);
+    case CacheType::i8: return store_as<CacheType::i8>(k, v, head_dim, part, slot);
+  }
+}
