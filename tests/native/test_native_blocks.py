@@ -25,7 +25,7 @@ from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import gguf, packed
 from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Format
-from nanoinfer.utils.arrays import BlockMatrix, JoinedBlocks
+from nanoinfer.utils.arrays import FileBlocks, JoinedBlocks
 from nanoinfer.utils.files import RegularFile
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
@@ -231,7 +231,7 @@ def test_a_matrix_whose_rows_are_in_two_files(mixed_file: Path, tmp_path: Path) 
     read = dict(gguf.open_file(paths[0])[0].read())
     joined = read["transformer.h.0.attn.c_attn.weight"]
     assert isinstance(joined, JoinedBlocks)
-    assert {len(part.files) for part in joined.parts if isinstance(part, BlockMatrix)} == {1, 2}
+    assert {len(part.files) for part in joined.parts if isinstance(part, FileBlocks)} == {1, 2}
     for name, expected in gguf.open_file(mixed_file)[0].read():
         np.testing.assert_array_equal(read[name].float32(), expected.float32())
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=V)
@@ -254,7 +254,7 @@ def test_rows_that_cannot_be_read(size: int, descriptor: int | None, message: st
     (tmp_path / "rows").write_bytes(bytes(size))
     file = RegularFile(tmp_path / "rows", "rows")
     places = np.array([[file.fileno() if descriptor is None else descriptor, 0]] * C)
-    matrix = BlockMatrix(places, "q4_k", C, 144, frozenset((file,)), FORMATS[KINDS["Q4_K"]].dequantize)
+    matrix = FileBlocks(places, "q4_k", C, FORMATS[KINDS["Q4_K"]].dequantize, 144, frozenset((file,)))
     name = "transformer.h.0.attn.c_proj.weight"
     options = {"n_layer": 1, "n_embd": C, "n_head": 1, "mlp_dim": C, "formats": {name: [("q4_k", C)]}}
     decoder = new_decoder(**options)

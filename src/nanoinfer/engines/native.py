@@ -26,7 +26,7 @@ from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights, parts
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils import environment
-from nanoinfer.utils.arrays import BlockMatrix
+from nanoinfer.utils.arrays import BlockMatrix, FileBlocks
 
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
@@ -76,8 +76,10 @@ class NativeEngine(Sequences):
         else:
             for name, tensor in weights.read():
                 for place, part in parts(name, tensor, weights.block_formats.get(name)):
-                    if isinstance(part, BlockMatrix):
+                    if isinstance(part, FileBlocks):
                         part.read_by(partial(self._decoder.load_blocks, place))
+                    elif isinstance(part, BlockMatrix):
+                        self._decoder.load_blocks(place, part.blocks())
                     else:
                         self._decoder.load(place, part.values, part.dtype)
                     del part

@@ -84,17 +84,14 @@ BlockFormats = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class BlockMatrix(HostTensor):
-    """A matrix whose rows are blocks of quantized values in GGUF files. Its dtype is the format: "q4_k".
+    """A matrix whose rows are blocks of quantized values, in a format of GGUF files. Its dtype is the format: "q4_k".
 
-    `values` are the places of its rows, (rows, 2) int64: the descriptor of a file, and the row's offset in bytes. Rows
-    can so be reordered and joined before they are read.
+    `values` are the blocks, (rows, bytes of a row) uint8.
     """
 
     columns: int
-    row_bytes: int
-    files: frozenset[RegularFile]
     dequantize: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-    """Return the values of blocks, (rows, row_bytes) uint8, as one dimension."""
+    """Return the values of blocks, (rows, bytes of a row) uint8, as one dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,6 +109,26 @@ class BlockMatrix(HostTensor):
     def float32(self) -> NDArray[np.float32]:
         """Return the values as float32."""
         return self.dequantize(self.blocks()).reshape(self.shape)
+
+    def blocks(self) -> NDArray[np.uint8]:
+        """Return the blocks, (rows, bytes of a row), row-major."""
+        return np.ascontiguousarray(self.values)
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
+        return self if dtype == self.dtype else self.dense().to(dtype)
+
+
+@dataclass(frozen=True)
+class FileBlocks(BlockMatrix):
+    """A matrix of blocks that are still in GGUF files.
+
+    `values` are the places of its rows, (rows, 2) int64: the descriptor of a file, and the row's offset in bytes. Rows
+    can so be reordered and joined before they are read.
+    """
+
+    row_bytes: int
+    files: frozenset[RegularFile]
 
     def blocks(self) -> NDArray[np.uint8]:
         """Read the blocks, (rows, row_bytes). Raises NanoinferError as `RegularFile.read`."""
@@ -140,10 +157,6 @@ class BlockMatrix(HostTensor):
         if failure is not None:
             paths = ", ".join(sorted(escaped(file.path) for file in self.files))
             raise NanoinferError(f"{paths} cannot be read: {failure}")
-
-    def to(self, dtype: str) -> HostTensor:
-        """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
-        return self if dtype == self.dtype else self.dense().to(dtype)
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,11 @@ void bind_decoder(nb::module_& m) {
            "Load a matrix from rows of blocks in GGUF files. places: (out, 2), the descriptor of the file that has the row"
            " and the row's offset in bytes. Raises RuntimeError if a row cannot be read; the tensor then counts as not"
            " loaded.")
+      .def("load_blocks",
+           [](Guarded& d, const std::string& name, const Bytes2& blocks) {
+             d.computed([&](Decoder& x) { x.load_blocks(name, blocks.data(), blocks.shape(0), blocks.shape(1)); });
+           },
+           "name"_a, "blocks"_a.noconvert(), "Load a matrix from rows of blocks in memory: (out, bytes of a row).")
       .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
            "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },

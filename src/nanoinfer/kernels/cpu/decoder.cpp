@@ -280,7 +280,8 @@ void Decoder::load(const std::string& name, const Stored& values) {
   slot.given = true;
 }
 
-void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes) {
+template <class Source>
+void Decoder::load_rows(const std::string& name, const Source* source, std::int64_t rows, std::size_t bytes) {
   Slot& slot = find(name);
   const bool fits = slot.matrix && slot.panels && has_blocks(slot.matrix->type) &&
                     slot.matrix->depth == slot.columns;
@@ -290,8 +291,16 @@ void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::
           "tensor '" + name + "' has " + str(rows) + " rows of " + str(bytes) + " bytes, must have " + str(slot.rows) +
               " of " + str(row_bytes(m.type, slot.columns)));
   slot.given = false;  // until all rows are read
-  pack_blocks(ThreadPool::current(threads_), m.type, places, rows, slot.columns, slot.panels);
+  pack_blocks(ThreadPool::current(threads_), m.type, source, rows, slot.columns, slot.panels);
   slot.given = true;
+}
+
+void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes) {
+  load_rows(name, places, rows, bytes);
+}
+
+void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes) {
+  load_rows(name, blocks, rows, bytes);
 }
 
 void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, std::size_t num_bytes,

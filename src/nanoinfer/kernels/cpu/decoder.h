@@ -46,6 +46,8 @@ class Decoder {
   // Load rows of blocks of a GGUF file, (out, row_bytes), into a matrix in a format of these files. Throws
   // std::invalid_argument as `load`.
   void load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes);
+  // The same for blocks in memory, (out, row_bytes).
+  void load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes);
   // Use a matrix that is packed: all its panels, which are not copied and must outlive the decoder, and for int8 its
   // scales, which are copied. Throws std::invalid_argument for a wrong name, size or alignment, and without
   // DecoderOptions::packed.
@@ -96,6 +98,8 @@ class Decoder {
   void add_experts(const std::string& prefix, LayerWeights& layer);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
+  template <class Source>
+  void load_rows(const std::string& name, const Source* source, std::int64_t rows, std::size_t bytes);
 
   decltype(DecoderOptions::formats) formats_;
   ModelWeights model_;

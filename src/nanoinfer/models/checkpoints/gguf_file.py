@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
-from nanoinfer.utils.arrays import BlockMatrix, HostTensor
+from nanoinfer.utils.arrays import FileBlocks, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
 
@@ -82,7 +82,7 @@ class BlockTensor(StoredTensor):
             places = np.full((rows, 2), self.file.fileno())
             places[:, 1] = self.start + row_bytes * np.arange(rows)
             files = frozenset((self.file,))
-            return BlockMatrix(places, self.block_format, columns, row_bytes, files, self.dequantize)
+            return FileBlocks(places, self.block_format, columns, self.dequantize, row_bytes, files)
         values = self.dequantize(self.read_blocks())
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")

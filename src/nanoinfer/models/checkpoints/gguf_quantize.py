@@ -11,6 +11,7 @@ Values are stored as (values in a group, groups), so that sums over groups are s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats, Fo
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
+_LEVELS = {"Q4_0": 8, "Q5_0": 16}
+"""What is added to the integers of a format before they are stored."""
 _SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
 """What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
 _AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
@@ -148,28 +151,26 @@ def _affine(x: Floats, h: Floats | None, highest: int) -> tuple[Floats, Floats]:
     return scales, minima
 
 
+def assemble(name: str, scales: Floats, q: NDArray[np.generic]) -> Bytes:
+    """Return the blocks of Q4_0, Q5_0 or Q8_0 for scales, (num_blocks), and integers, (num_blocks, 32)."""
+    if name == "Q8_0":
+        return np.concatenate([_bytes(scales), q.astype(np.int8).view(np.uint8)], axis=1)
+    u = (q.astype(np.int16) + _LEVELS[name]).astype(np.uint8)
+    high = [np.packbits(u >> 4, axis=1, bitorder="little")] if name == "Q5_0" else []
+    return np.concatenate([_bytes(scales), *high, _packed(u & 15, 4, 16)], axis=1)
+
+
 def _q8_0(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 32)
     scales = np.abs(x).max(0) / 127
-    q = _integers(x, scales, -127, 127).T.astype(np.int8)
-    return np.concatenate([_bytes(scales), q.view(np.uint8)], axis=1)
+    return assemble("Q8_0", scales, _integers(x, scales, -127, 127).T)
 
 
-def _by_32(rows: Floats, importance: Floats | None, levels: int) -> tuple[Bytes, NDArray[np.uint8]]:
-    """Return the scales of blocks of 32 values as bytes, and the integers, which are not negative."""
-    x = _groups(rows, 32)
+def _by_32(name: str, rows: Floats, importance: Floats | None) -> Bytes:
+    """Return the blocks of Q4_0 or Q5_0."""
+    x, levels = _groups(rows, 32), _LEVELS[name]
     scales = _half(_symmetric(x, _weights(importance, 32), levels))
-    return _bytes(scales), (_integers(x, scales, -levels, levels - 1) + levels).T.astype(np.uint8)
-
-
-def _q4_0(rows: Floats, importance: Floats | None) -> Bytes:
-    scales, q = _by_32(rows, importance, 8)
-    return np.concatenate([scales, _packed(q, 4, 16)], axis=1)
-
-
-def _q5_0(rows: Floats, importance: Floats | None) -> Bytes:
-    scales, q = _by_32(rows, importance, 16)
-    return np.concatenate([scales, np.packbits(q >> 4, axis=1, bitorder="little"), _packed(q & 15, 4, 16)], axis=1)
+    return assemble(name, scales, _integers(x, scales, -levels, levels - 1).T)
 
 
 def _q6_k(rows: Floats, importance: Floats | None) -> Bytes:
@@ -195,6 +196,6 @@ def _q4_k(rows: Floats, importance: Floats | None) -> Bytes:
 
 
 QUANTIZERS: dict[str, Callable[[Floats, Floats | None], Bytes]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q4_0": partial(_by_32, "Q4_0"), "Q5_0": partial(_by_32, "Q5_0"), "Q4_K": _q4_k, "Q6_K": _q6_k,
 }  # fmt: skip
 """By the format's name: (num_blocks, block_size) and as much importance or None -> (num_blocks, block_bytes)."""

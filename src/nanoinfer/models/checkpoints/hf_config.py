@@ -22,12 +22,17 @@ log = logging.getLogger("nanoinfer")
 
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Models of texts and images whose text model is read -> its model_type where the config does not say it."""
-_SHARED = ("quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
+_QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
+_SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
 
-def read(path: Path) -> ModelConfig:
+def read(path: Path, quantized: bool = False) -> ModelConfig:
     """Return the model config in the `config.json` at `path`.
+
+    Args:
+        path: the file.
+        quantized: whether it may describe quantized weights, which `quantization` returns.
 
     Raises:
         NanoinferError: the file is missing or not a JSON object, or a field has an unsupported value; or the
@@ -44,7 +49,8 @@ def read(path: Path) -> ModelConfig:
     fields = Fields(raw)
     with about(where):
         fields.only("is_encoder_decoder", False, None)
-        fields.only("quantization_config", None)
+        for name in _QUANTIZATION:
+            fields.get(name) if quantized else fields.only(name, None)
         fields.only("is_causal", True, None)
         fields.only("use_bidirectional_attention", False, None)
         config = family.read(fields)
@@ -56,6 +62,18 @@ def read(path: Path) -> ModelConfig:
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config
+
+
+def quantization(path: Path) -> Any:
+    """Return how the `config.json` at `path` says that weights are quantized, not checked; None if it does not.
+
+    Raises:
+        NanoinferError: the file is missing or not a JSON object.
+    """
+    raw = read_object(path, MAX_CONFIG_BYTES, "a config")
+    text = raw.get("text_config")
+    found = [part.get(name) for part in (raw, text) if isinstance(part, dict) for name in _QUANTIZATION]
+    return next((given for given in found if given is not None), None)
 
 
 def _text_part(raw: dict[str, Any], where: str) -> dict[str, Any]:

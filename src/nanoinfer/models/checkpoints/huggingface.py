@@ -18,6 +18,7 @@ import numpy as np
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.quantized.folder import dequantized
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
@@ -50,7 +51,8 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
     refuse_adapter(folder)
-    config = hf_config.read(folder / "config.json")
+    config = hf_config.read(folder / "config.json", quantized=True)
+    quantization = hf_config.quantization(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
     files = [_text_part(_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
@@ -59,6 +61,10 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
             if (name := key if key.startswith((prefix, head)) else prefix + key) in stored:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor
+    if quantization is not None:
+        if any(path.name == PICKLED for path in weight_files(folder)):
+            raise NanoinferError(f"{escaped(folder)} has quantized weights in {PICKLED}: save them as safetensors")
+        stored = dequantized(stored, quantization, escaped(folder), FAMILIES[config.family].transposed)
     has_head = config.tie_word_embeddings or any(name.startswith(head) for name in stored)
     if prefix and config.family != "gpt2" and not has_head:
         log.info("%s has no output head: it makes embeddings, and generates nothing", escaped(folder))

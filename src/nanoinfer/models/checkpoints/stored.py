@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, BlockMatrix, HostTensor, JoinedBlocks
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, FileBlocks, HostTensor, JoinedBlocks
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
@@ -29,8 +29,13 @@ PART_ROWS = 32  # outputs of a panel in engine native (kernels/cpu/kernels.h)
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
+_RAW = {"bfloat16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1", "float8_e8m0fnu": "u1"}
+"""Dtypes that NumPy lacks -> that of their bits."""
+_ITEM_BYTES = (
+    {"bool": 1} | dict.fromkeys(_RAW, 1) | {f"{u}int{8 * n}": n for u in ("", "u") for n in (1, 2, 4, 8)} | ITEM_BYTES
+)
 _NAMES = {ours: theirs for theirs, ours in _DTYPES.items()}
 
 
@@ -78,10 +83,12 @@ class StoredTensor:
     def read(self) -> HostTensor:
         """Read the tensor into new memory; strides are kept. float64 is converted to float32.
 
+        Integers, and FP8 numbers as their bits, are parts of quantized matrices (`quantized`).
+
         Raises:
             NanoinferError: the file has changed since it was opened.
         """
-        values = np.empty(span(self.shape, self.strides), "<u2" if self.dtype == "bfloat16" else self.dtype)
+        values = np.empty(span(self.shape, self.strides), _RAW.get(self.dtype, self.dtype))
         self.file.read_into(self.start, values.view(np.uint8).data)
         dtype = self.dtype
         if dtype == "float64":
@@ -156,8 +163,8 @@ class JoinedTensor:
 def _join(tensors: Sequence[HostTensor]) -> HostTensor:
     """Return tensors of one dtype, one below the other."""
     joined = replace(tensors[0], values=np.concatenate([t.values for t in tensors]))
-    if isinstance(joined, BlockMatrix):
-        return replace(joined, files=frozenset().union(*(t.files for t in tensors if isinstance(t, BlockMatrix))))
+    if isinstance(joined, FileBlocks):
+        return replace(joined, files=frozenset().union(*(t.files for t in tensors if isinstance(t, FileBlocks))))
     return joined
 
 
@@ -258,7 +265,7 @@ def _entries(
             raise _wrong(broken, name, entry, ": sizes and offsets must be integers in [0, 2**63), with begin <= end")
         places.append((offsets[0], offsets[1]))
         shape, dtype = tuple(shape), _DTYPES.get(dtype) or str(dtype)
-        item_bytes = 1 if dtype == "uint8" else ITEM_BYTES.get(dtype)
+        item_bytes = _ITEM_BYTES.get(dtype)
         if item_bytes is not None and math.prod(shape) * item_bytes != offsets[1] - offsets[0]:
             raise _wrong(broken, name, entry, ": its shape does not match its data_offsets")
         yield name, StoredTensor(file, data + offsets[0], dtype, shape, contiguous(shape))

@@ -1,0 +1,343 @@
+"""Quantized folders: the values that each format defines, the formats of engine native, and bad folders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.errors import refuses
+from helpers.models import edit_config
+from helpers.quantized import CASES, E2M1, Stored, base_folder, gptq, quantized_folders
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.checkpoints import huggingface, packed
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
+from nanoinfer.models.checkpoints.quantized.floats import TABLES
+from nanoinfer.models.checkpoints.quantized.folder import dequantized
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+
+OWN = [name for name, case in CASES.items() if case.format]
+IDS = [3, 9, 27, 14, 50, 6]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("llama"))
+
+
+def same_values(quantized: Path, exact: Path) -> None:
+    expected = dict(open_folder(exact).read())
+    for name, tensor in open_folder(quantized).read():
+        np.testing.assert_array_equal(tensor.float32(), expected[name].float32(), err_msg=name)
+
+
+def formats_of(folder: Path) -> set[str]:
+    return {format for parts in open_folder(folder).block_formats.values() for format, _ in parts}
+
+
+# Values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_format_rounded_once(name: str, llama: Path, tmp_path: Path) -> None:
+    quantized, exact = quantized_folders(llama, tmp_path, CASES[name])
+    same_values(quantized, exact)
+    assert formats_of(quantized) == ({CASES[name].format} if CASES[name].format else set())
+
+
+@pytest.mark.parametrize(
+    "config, case", [("GPT2Config", "gptq"), ("Phi3Config", "packed-int4"), ("Phi3Config", "fp8-blocks")]
+)
+def test_families_that_store_matrices_otherwise(config: str, case: str, tmp_path: Path) -> None:
+    """GPT-2's are (in, out) where they are plain; Phi-3's gate and up projection are one."""
+    gpt2 = config == "GPT2Config"
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32} if gpt2 else {}
+    base = base_folder(tmp_path / "base", config, **shape)
+    quantized, exact = quantized_folders(base, tmp_path, CASES[case], transposed=gpt2)
+    same_values(quantized, exact)
+    assert formats_of(quantized) == ({CASES[case].format} if CASES[case].format else set())
+    packed.write_folder(open_folder(quantized), tmp_path / "packed", "float32", None, threads=1)
+    assert dict(packed.open_folder(tmp_path / "packed").block_formats) == dict(open_folder(quantized).block_formats)
+
+
+def test_bitsandbytes_nf4_with_nested_scales_of_a_flat_matrix(tmp_path: Path, llama: Path) -> None:
+    """The first of a pair is in the high bits, and blocks of 64 go over the ends of rows of 96."""
+    rng = np.random.default_rng(0)
+    table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+    nested_table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+
+    def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+        codes, count = rng.integers(0, 16, w.size), -(-w.size // 64)
+        absmax = rng.integers(0, 256, count).astype(np.uint8)
+        nested = rng.uniform(0.1, 0.2, -(-count // 32)).astype(np.float32)
+        largest = nested_table.astype(np.float64)[absmax] * np.repeat(nested.astype(np.float64), 32)[:count] + 0.25
+        state = f'{{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": {list(w.shape)},' \
+                ' "nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 0.25}'  # fmt: skip
+        stored = {
+            ".weight": torch.tensor(codes[::2] << 4 | codes[1::2], dtype=torch.uint8).reshape(-1, 1),
+            ".weight.absmax": torch.tensor(absmax),
+            ".weight.quant_map": torch.tensor(table),
+            ".weight.nested_absmax": torch.tensor(nested),
+            ".weight.nested_quant_map": torch.tensor(nested_table),
+            ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
+        }
+        return stored, (table.astype(np.float64)[codes] * np.repeat(largest, 64)[: w.size]).reshape(w.shape)
+
+    case = replace(CASES["gptq"], config={"quant_method": "bitsandbytes", "load_in_4bit": True}, pack=pack)
+    same_values(*quantized_folders(llama, tmp_path, case))
+
+
+def test_bitsandbytes_int8(tmp_path: Path, llama: Path) -> None:
+    def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+        codes, largest = rng.integers(-127, 128, w.shape), rng.uniform(0.5, 2, len(w)).astype(np.float32)
+        stored = {".weight": torch.tensor(codes, dtype=torch.int8), ".SCB": torch.tensor(largest)}
+        stored[".weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        return stored, codes * (largest.astype(np.float64)[:, None] / 127)
+
+    case = replace(CASES["gptq"], config={"quant_method": "bitsandbytes", "load_in_8bit": True}, pack=pack)
+    same_values(*quantized_folders(llama, tmp_path, case))
+
+
+def test_mxfp4_of_several_matrices(tmp_path: Path) -> None:
+    """As gpt-oss stores its experts: a name without ".weight", (experts, out, in / 32, 16)."""
+    rng = np.random.default_rng(1)
+    codes, exponents = rng.integers(0, 16, (3, 5, 64)), rng.integers(100, 140, (3, 5, 2))
+    pairs = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(3, 5, 2, 16)
+    path = tmp_path / "experts.safetensors"
+    save_file(
+        {
+            "e.up_blocks": torch.tensor(pairs, dtype=torch.uint8),
+            "e.up_scales": torch.tensor(exponents, dtype=torch.uint8),
+        },
+        path,
+    )
+    found = dequantized(read_safetensors(path), {"quant_method": "mxfp4"}, "here", ())
+    assert list(found) == ["e.up"]
+    numbers = np.array(E2M1 + [-n for n in E2M1])[codes]
+    np.testing.assert_array_equal(
+        found["e.up"].read().values, numbers * np.repeat(2.0 ** (exponents - 127), 32, axis=2)
+    )
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_all_codes_of_8_bits(kind: str) -> None:
+    expected = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind)).float().numpy()
+    np.testing.assert_array_equal(TABLES[kind], expected)
+
+
+# Engines ---------------------------------------------------------------------------------------------------
+
+
+def logits(folder: Path, **options: Any) -> np.ndarray:
+    """Return the log-probabilities of all tokens after some, greedily."""
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=61)
+    (out,) = LLM(str(folder), device="cpu", **options).generate([IDS], params)
+    steps = out.outputs[0].logprobs
+    assert steps is not None
+    return np.array([[step[i].logprob for i in range(61)] for step in steps])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_native_computes_in_the_folders_own_bits(name: str, llama: Path, tmp_path: Path) -> None:
+    """A packed folder has the same bits; activations of 8 bits are the only difference from exact logits."""
+    quantized, exact = quantized_folders(llama, tmp_path, CASES[name])
+    own = logits(quantized, engine="native")
+    packed.write_folder(open_folder(quantized), tmp_path / "packed", "float32", None, threads=1)
+    np.testing.assert_array_equal(logits(tmp_path / "packed"), own)
+    reference = logits(exact, engine="native", dtype="float32")
+    assert 0 < np.abs(own - reference).max() < 0.2
+    np.testing.assert_array_equal(logits(quantized, engine="native", dtype="float32"), reference)
+
+
+def test_engines_in_pytorch_and_a_saved_folder_have_the_exact_values(llama: Path, tmp_path: Path) -> None:
+    quantized, exact = quantized_folders(llama, tmp_path, CASES["awq"])
+    np.testing.assert_array_equal(logits(quantized, engine="static"), logits(exact, engine="static"))
+    huggingface.save(open_folder(quantized), tmp_path / "saved", dtype="float32")
+    same_values(tmp_path / "saved", exact)
+
+
+def test_what_is_stored_decides_which_matrices_are_quantized(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = lambda name: "layers.0" in name or "o_proj" in name  # noqa: E731
+    quantized, exact = quantized_folders(llama, tmp_path, CASES["gptq-float32-scales"], keep)
+    with caplog.at_level(logging.INFO):
+        same_values(quantized, exact)
+    assert "(matrices with the same values: 6 in float32 (scales are not float16))" in caplog.text
+    quantized, exact = quantized_folders(llama, tmp_path / "own", CASES["gptq"], keep)
+    same_values(quantized, exact)
+    assert len(open_folder(quantized).block_formats) == 4  # queries with keys and values, gate, up, down
+
+
+def test_activations_that_the_config_quantizes_are_logged(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, exact = quantized_folders(llama, tmp_path, CASES["fp8-tensor"])
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {
+        name.replace("weight_scale", "input_scale"): t.clone() for name, t in tensors.items() if "scale" in name
+    }
+    save_file(tensors, path)
+    with caplog.at_level(logging.INFO):
+        same_values(quantized, exact)
+    assert "its config quantizes activations too, which is not done" in caplog.text
+
+
+def test_zero_points_of_version_1_wrap(llama: Path, tmp_path: Path) -> None:
+    """A zero point of 0 is stored as 15."""
+
+    def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+        stored, _ = gptq()(w, rng)
+        stored[".qzeros"] = torch.full_like(stored[".qzeros"], -1)
+        scale = np.repeat(stored[".scales"].double().numpy().T, 32, axis=1)
+        each = stored[".qweight"].numpy().view(np.uint32)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+        return stored, (each & 15).reshape(w.shape[::-1]).T * scale
+
+    same_values(*quantized_folders(llama, tmp_path, replace(CASES["gptq-zero-points"], pack=pack)))
+
+
+# Bad folders -----------------------------------------------------------------------------------------------
+
+
+CONFIGS: list[tuple[Any, str]] = [
+    ([], "quantization_config: is [], not an object"),
+    ({}, "quant_method=None is not supported: only gptq, awq, compressed-tensors"),
+    ({"quant_method": "hqq"}, "quant_method='hqq' is not supported: only gptq"),
+    ({"quant_method": ["gptq"]}, "quant_method=['gptq'] is not supported"),
+    ({"quant_method": "gptq", "bits": 5}, "bits=5 is not supported: only 2, 3, 4, 8 are"),
+    ({"quant_method": "gptq", "bits": "4"}, "bits='4' is not an integer"),
+    ({"quant_method": "gptq", "group_size": 1.5}, "group_size=1.5 is not an integer"),
+    ({"quant_method": "gptq", "group_size": 16}, "has 3 groups, but group_size=16 needs 6 of 96 columns"),
+    ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
+    ({"quant_method": "gptq", "dynamic": {"x": {}}}, "dynamic={'x': {}} is not supported"),
+    ({"quant_method": "gptq", "pack_dtype": "int16"}, "pack_dtype='int16' is not supported"),
+    ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format=True is not supported"),
+    ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported: only gemm is"),
+    ({"quant_method": "awq", "zero_point": False}, "zero_point=False is not supported"),
+    ({"quant_method": "awq", "bits": 8}, "bits=8 is not supported: only 4 are"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size=[0, 1] is not a list of rows"),
+    ({"quant_method": "fp8"}, "no tensor ends with .weight_scale_inv or .weight_scale"),
+    ({"quant_method": "mxfp4"}, "no tensor ends with _blocks: its weights are not quantized: remove the field"),
+    ({"quant_method": "compressed-tensors"}, "config_groups=None is not an object"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups: 'a' does not say how weights"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
+    ({"quant_method": "compressed-tensors", "quantization_status": "frozen"}, "quantization_status='frozen' is not"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config={'a': 1} is not"),
+    (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config={'format': 'sparse-24-bitmask'} is not supported: only dense tensors are",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "x"}}}},
+        "config_groups: 'a': num_bits='x' is not an integer",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, message", CONFIGS, ids=[str(i) for i in range(len(CONFIGS))])
+def test_a_config_that_is_not_supported_is_named(config: Any, message: str, llama: Path, tmp_path: Path) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
+    edit_config(quantized, quantization_config=config)
+    refuses(lambda: open_folder(quantized), message, str(quantized))
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+Change = Callable[[torch.Tensor], torch.Tensor | None]
+TENSORS: list[tuple[str, str, Change, str]] = [
+    ("gptq", ".qzeros", lambda t: None, ".qzeros is missing"),
+    ("gptq", ".scales", lambda t: t.T, ".scales is [64, 3], but must be [any, 64]"),
+    ("gptq", ".qweight", lambda t: t.short(), ".qweight is int16, but must be int32"),
+    ("gptq", ".qweight", lambda t: t[:0], ".qweight is [0, 64], but must be [any, any], without empty dimensions"),
+    ("gptq", ".qweight", lambda t: t[:-1], ".g_idx is [96], but must be [88]"),
+    ("gptq", ".g_idx", lambda t: t + 1, ".g_idx names the group 3, but there are 3"),
+    ("gptq", ".g_idx", lambda t: t - 1, ".g_idx names the group -1, but there are 3"),
+    ("gptq-3-bits", ".qweight", lambda t: t[:-1], ".qweight is [8, 64], which are no words of 3-bit integers"),
+    ("gptq-without-g_idx", ".qweight", lambda t: t[:-4], ".scales has 3 groups, but group_size=32 needs 2 of 64"),
+    ("gptq-one-group", ".qweight", lambda t: t[:-4], ".g_idx is [96], but must be [64]"),
+    ("awq", ".qzeros", lambda t: t[:-1], ".qzeros is [2, 8], but must be [3, 8]"),
+    ("awq", ".qweight", lambda t: t[:-2], ".scales has 3 groups, which do not divide 94 columns"),
+    ("packed-int4", ".weight_shape", lambda t: t * 2, ".weight_packed is [64, 12]: not [128, 192] numbers of 4 bits"),
+    ("packed-int4", ".weight_shape", lambda t: -t, ".weight_packed is [64, 12]: not [-64, -96] numbers of 4 bits"),
+    ("packed-int4", ".weight_scale", lambda t: torch.cat([t, t[:, :2]], 1), "has 5 groups, which do not divide 96"),
+    ("packed-int4", ".weight_scale", lambda t: t[:-1], "but a matrix of [64, 96] has one scale, or one a row"),
+    ("packed-int4-zero-points", ".weight_zero_point", lambda t: t.T, "is [3, 8], but must be [8, 3]"),
+    ("int8-channel", ".weight", lambda t: t.short(), ".weight is int16, but must be int8 or float8_e4m3fn"),
+    ("compressed-mxfp4", ".weight_scale", lambda t: t[:, :-1], ".weight_packed is [64, 48], but must be [64, 32]"),
+    ("fp8-blocks", ".weight_scale_inv", lambda t: t[:-1], "or one a row, or one for each 40 x 40 block"),
+    ("fbgemm", ".weight", lambda t: t.float(), ".weight is float32, but must be float8_e4m3fn or float8_e5m2"),
+    ("fbgemm", ".weight", lambda t: t[:, :-1].contiguous(), ".weight is [64, 95], but the config requires [64, 96]"),
+]  # fmt: skip
+
+
+def changed(folder: Path, end: str, change: Change) -> Path:
+    """Change or remove the tensor of the first layer's down projection whose name ends so."""
+    tensors = load_file(folder / "model.safetensors")
+    if (tensor := change(tensors.pop(DOWN + end))) is not None:
+        tensors[DOWN + end] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("case, end, change, message", TENSORS, ids=[f"{i}-{t[0]}" for i, t in enumerate(TENSORS)])
+def test_tensors_that_do_not_fit_are_one_line(
+    case: str, end: str, change: Change, message: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = changed(quantized_folders(llama, tmp_path, CASES[case])[0], end, change)
+    refuses(lambda: open_folder(folder), f"{folder}: tensor {DOWN}.", message)
+
+
+@pytest.mark.parametrize(
+    "case, name, message",
+    [
+        ("fp8-blocks", ".weight_scale", f"{DOWN}.weight_scale is not supported beside {DOWN}.weight"),
+        ("gptq", ".weight", f"contains '{DOWN}.weight' twice: plain and quantized"),
+    ],
+)
+def test_tensors_that_should_not_be_there(case: str, name: str, message: str, llama: Path, tmp_path: Path) -> None:
+    folder, _ = quantized_folders(llama, tmp_path, CASES[case])
+    tensors = load_file(folder / "model.safetensors") | {DOWN + name: torch.ones(64, 96)}
+    save_file(tensors, folder / "model.safetensors")
+    refuses(lambda: open_folder(folder), message)
+
+
+def test_quantized_weights_in_a_pickle_are_refused(llama: Path, tmp_path: Path) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
+    torch.save(load_file(quantized / "model.safetensors"), quantized / "pytorch_model.bin")
+    (quantized / "model.safetensors").unlink()
+    refuses(lambda: open_folder(quantized), "has quantized weights in pytorch_model.bin: save them as safetensors")
+
+
+def test_a_file_that_changes_before_a_matrix_is_read(llama: Path, tmp_path: Path) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
+    weights = open_folder(quantized)
+    (quantized / "model.safetensors").write_bytes(b"")
+    refuses(lambda: list(weights.read()), "model.safetensors was changed while it was read: load it again")
+
+
+def test_scales_that_are_not_finite_are_read_as_they_are(llama: Path, tmp_path: Path) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
+    changed(quantized, ".scales", lambda t: t * float("nan"))
+    weights = dict(open_folder(quantized).read())
+    assert np.isnan(weights["transformer.h.0.mlp.c_proj.weight"].float32()).all()
+    assert "transformer.h.0.mlp.c_proj.weight" not in open_folder(quantized).block_formats
+
+
+def test_a_quantized_tensor_stands_for_a_stored_one(llama: Path, tmp_path: Path) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["fp8-blocks"])
+    stored = read_safetensors(quantized / "model.safetensors")
+    found = dequantized(stored, CASES["fp8-blocks"].config, "here", ())
+    tensor = found[f"{DOWN}.weight"]
+    assert isinstance(tensor, QuantizedTensor)
+    whole = tensor.read().values
+    np.testing.assert_array_equal(tensor.t().read().values, whole.T)
+    np.testing.assert_array_equal(np.concatenate([half.read().values for half in tensor.halves()]), whole)
+    assert type(found["model.norm.weight"]) is StoredTensor
