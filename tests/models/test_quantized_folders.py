@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers.errors import refuses
 from helpers.models import edit_config
 from helpers.quantized import CASES, E2M1, Stored, base_folder, gptq, quantized_folders
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface, packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
@@ -119,7 +121,7 @@ def test_mxfp4_of_several_matrices(tmp_path: Path) -> None:
         },
         path,
     )
-    found = dequantized(read_safetensors(path), {"quant_method": "mxfp4"}, "here", ())
+    found = dequantized(read_safetensors(path), {"quant_method": "mxfp4"}, "here", ())[0]
     assert list(found) == ["e.up"]
     numbers = np.array(E2M1 + [-n for n in E2M1])[codes]
     np.testing.assert_array_equal(
@@ -175,6 +177,19 @@ def test_what_is_stored_decides_which_matrices_are_quantized(
     quantized, exact = quantized_folders(llama, tmp_path / "own", CASES["gptq"], keep)
     same_values(quantized, exact)
     assert len(open_folder(quantized).block_formats) == 4  # queries with keys and values, gate, up, down
+
+
+def test_auto_is_the_dtype_of_the_other_tensors_beside_own_bits(llama: Path, tmp_path: Path) -> None:
+    for case, expected in (("gptq", "bfloat16"), ("fp8-blocks", "float32")):
+        folder, _ = quantized_folders(llama, tmp_path / case, CASES[case])
+        tensors = load_file(folder / "model.safetensors")
+        half = {
+            name: t.bfloat16() if "norm" in name or "embed" in name or "lm_head" in name else t
+            for name, t in tensors.items()
+        }
+        save_file(half, folder / "model.safetensors")
+        weights = open_folder(folder)
+        assert (weights.stored_dtype, weights.method) == (expected, CASES[case].config["quant_method"])
 
 
 def test_activations_that_the_config_quantizes_are_logged(
@@ -309,6 +324,88 @@ def test_tensors_that_should_not_be_there(case: str, name: str, message: str, ll
     refuses(lambda: open_folder(folder), message)
 
 
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    1.5,
+    2**31,
+    10**400,
+    float("nan"),
+    "x",
+    "",
+    [],
+    {},
+    [[1]],
+    [3, -1],
+    {"a": {"weights": {}}},
+]
+DTYPES = [
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.bool,
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq-3-bits", "awq", "packed-int4-zero-points", "compressed-mxfp4", "fp8-blocks"]
+)
+def test_changed_folders_load_or_are_refused_in_one_line(name: str, llama: Path, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    folder, _ = quantized_folders(llama, tmp_path, CASES[name])
+    original = load_file(folder / "model.safetensors")
+    names = [key for key in original if key.startswith(DOWN)]
+    messages = []
+    for _ in range(60):
+        config, tensors = dict(CASES[name].config), dict(original)
+        if rng.random() < 0.3:
+            config[rng.choice([*config, "format", "dynamic", "weight_block_size"])] = rng.choice(ODD)
+        else:
+            key = rng.choice(names)
+            shape = [rng.choice([0, 1, 2, 3, 8, 12, 64, 96, n]) for n in tensors[key].shape][: rng.choice([1, 2, 2, 2])]
+            shape += [1] * (rng.random() < 0.1)
+            tensors[key] = torch.randint(0, 2, shape).to(rng.choice([tensors[key].dtype, *DTYPES]))
+        edit_config(folder, quantization_config=config)
+        save_file(tensors, folder / "model.safetensors")
+        try:
+            list(open_folder(folder).read())
+        except NanoinferError as e:
+            messages.append(str(e))
+    assert 30 < len(messages) <= 60
+    assert not [message for message in messages if len(message) > 700 or "\n" in message]
+
+
+BAD_STATES = [
+    ("x", "is not JSON"),
+    ("[1]", "shape=None, which is not that of a matrix"),
+    ('{"shape": [2, 2.5]}', "shape=[2, 2.5], which is not that of a matrix"),
+    ('{"shape": [64, 96], "blocksize": 0}', "blocksize=0, which is not a number of values"),
+    ('{"shape": [64, 97], "blocksize": 64}', "has 3072 bytes, but [64, 97] values of 4 bits need 3104"),
+    ('{"shape": [64, 96], "blocksize": 32}', "absmax is [96], but must be [192]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state, message", BAD_STATES, ids=[str(i) for i in range(len(BAD_STATES))])
+def test_bad_states_of_bitsandbytes(state: str, message: str, tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.zeros(3072, 1, dtype=torch.uint8),
+        "a.weight.absmax": torch.zeros(96),
+        "a.weight.quant_map": torch.zeros(16),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "t.safetensors")
+    stored = read_safetensors(tmp_path / "t.safetensors")
+    refuses(lambda: dequantized(stored, {"quant_method": "bitsandbytes"}, "here", ()), "here: tensor a.weight", message)
+
+
 def test_quantized_weights_in_a_pickle_are_refused(llama: Path, tmp_path: Path) -> None:
     quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
     torch.save(load_file(quantized / "model.safetensors"), quantized / "pytorch_model.bin")
@@ -334,7 +431,7 @@ def test_scales_that_are_not_finite_are_read_as_they_are(llama: Path, tmp_path: 
 def test_a_quantized_tensor_stands_for_a_stored_one(llama: Path, tmp_path: Path) -> None:
     quantized, _ = quantized_folders(llama, tmp_path, CASES["fp8-blocks"])
     stored = read_safetensors(quantized / "model.safetensors")
-    found = dequantized(stored, CASES["fp8-blocks"].config, "here", ())
+    found = dequantized(stored, CASES["fp8-blocks"].config, "here", ())[0]
     tensor = found[f"{DOWN}.weight"]
     assert isinstance(tensor, QuantizedTensor)
     whole = tensor.read().values

@@ -25,7 +25,7 @@ def matrix(columns: int = COLUMNS) -> torch.Tensor:
 def values(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> np.ndarray:
     """Return what is read of the tensors, whose names are the ends after NAME."""
     save_file({f"{NAME}.{end}": tensor.contiguous() for end, tensor in tensors.items()}, path / "t.safetensors")
-    found = dequantized(read_safetensors(path / "t.safetensors"), config, str(path), ())
+    found = dequantized(read_safetensors(path / "t.safetensors"), config, str(path), ())[0]
     assert list(found) == [f"{NAME}.weight"]
     return found[f"{NAME}.weight"].read().dense().values
 
@@ -100,6 +100,6 @@ def test_mxfp4_of_transformers(columns: int, tmp_path: Path) -> None:
     blocks = torch.randint(0, 256, (2, ROWS, columns // 32, 16), dtype=torch.uint8)
     scales = torch.randint(110, 135, (2, ROWS, columns // 32), dtype=torch.uint8)
     save_file({"e_blocks": blocks, "e_scales": scales}, tmp_path / "t.safetensors")
-    found = dequantized(read_safetensors(tmp_path / "t.safetensors"), {"quant_method": "mxfp4"}, "here", ())["e"]
+    found = dequantized(read_safetensors(tmp_path / "t.safetensors"), {"quant_method": "mxfp4"}, "here", ())[0]["e"]
     expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     np.testing.assert_array_equal(found.read().values, expected.transpose(1, 2).numpy())

@@ -52,6 +52,8 @@ def _describe(model: LocalModel) -> dict[str, Any]:
         return row | {"why_not": str(e).removeprefix(f"{model.path}: ")}
     formats = Counter(name for parts in weights.block_formats.values() for name, _ in parts)
     row["format"] = " ".join(name for name, _ in formats.most_common()) or weights.stored_dtype
+    if weights.method is not None:
+        row["format"] = f"{weights.method} as {row['format']}"
     if model.num_bytes > (free := free_memory("cpu")):
         row["why_not"] = f"{_size(model.num_bytes)} of weights, but {_size(free)} of memory are free"
     return row

@@ -20,7 +20,7 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats, Fo
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
-_LEVELS = {"Q4_0": 8, "Q5_0": 16}
+OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 """What is added to the integers of a format before they are stored."""
 _SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
 """What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
@@ -151,26 +151,31 @@ def _affine(x: Floats, h: Floats | None, highest: int) -> tuple[Floats, Floats]:
     return scales, minima
 
 
-def assemble(name: str, scales: Floats, q: NDArray[np.generic]) -> Bytes:
-    """Return the blocks of Q4_0, Q5_0 or Q8_0 for scales, (num_blocks), and integers, (num_blocks, 32)."""
+def assemble(name: str, scales: Floats, u: Bytes) -> Bytes:
+    """Return blocks of Q4_0, Q5_0 or Q8_0.
+
+    Args:
+        name: the format.
+        scales: float16 numbers, (num_blocks).
+        u: integers plus 8, 16 or 0 (`OFFSETS`), as the formats store them, (num_blocks, 32).
+    """
     if name == "Q8_0":
-        return np.concatenate([_bytes(scales), q.astype(np.int8).view(np.uint8)], axis=1)
-    u = (q.astype(np.int16) + _LEVELS[name]).astype(np.uint8)
+        return np.concatenate([_bytes(scales), u], axis=1)
     high = [np.packbits(u >> 4, axis=1, bitorder="little")] if name == "Q5_0" else []
-    return np.concatenate([_bytes(scales), *high, _packed(u & 15, 4, 16)], axis=1)
+    return np.concatenate([_bytes(scales), *high, u[:, :16] & 15 | u[:, 16:] << 4], axis=1)
 
 
 def _q8_0(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 32)
     scales = np.abs(x).max(0) / 127
-    return assemble("Q8_0", scales, _integers(x, scales, -127, 127).T)
+    return assemble("Q8_0", scales, _integers(x, scales, -127, 127).T.astype(np.int8).view(np.uint8))
 
 
 def _by_32(name: str, rows: Floats, importance: Floats | None) -> Bytes:
-    """Return the blocks of Q4_0 or Q5_0."""
-    x, levels = _groups(rows, 32), _LEVELS[name]
+    """Return blocks of Q4_0 or Q5_0."""
+    x, levels = _groups(rows, 32), OFFSETS[name]
     scales = _half(_symmetric(x, _weights(importance, 32), levels))
-    return assemble(name, scales, _integers(x, scales, -levels, levels - 1).T)
+    return assemble(name, scales, (_integers(x, scales, -levels, levels - 1) + levels).T.astype(np.uint8))
 
 
 def _q6_k(rows: Floats, importance: Floats | None) -> Bytes:

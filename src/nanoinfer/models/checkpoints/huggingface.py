@@ -12,16 +12,18 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
 from nanoinfer.models.checkpoints.quantized.folder import dequantized
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
-from nanoinfer.models.checkpoints.weights import Weights, check
+from nanoinfer.models.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
@@ -61,16 +63,20 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
             if (name := key if key.startswith((prefix, head)) else prefix + key) in stored:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor
+    quantized: dict[str, Any] = {}
     if quantization is not None:
         if any(path.name == PICKLED for path in weight_files(folder)):
             raise NanoinferError(f"{escaped(folder)} has quantized weights in {PICKLED}: save them as safetensors")
-        stored = dequantized(stored, quantization, escaped(folder), FAMILIES[config.family].transposed)
+        stored, method = dequantized(stored, quantization, escaped(folder), FAMILIES[config.family].transposed)
+        # What has no format of its own bits is float32; beside formats, the dtype is that of the other tensors.
+        kept = {name: t for name, t in stored.items() if not (isinstance(t, QuantizedTensor) and t.format)}
+        quantized = {"method": method, "stored_dtype": main_dtype(kept)}
     has_head = config.tie_word_embeddings or any(name.startswith(head) for name in stored)
     if prefix and config.family != "gpt2" and not has_head:
         log.info("%s has no output head: it makes embeddings, and generates nothing", escaped(folder))
         weights = check(replace(config, tie_word_embeddings=True), stored, escaped(folder), dtype)
-        return replace(weights, has_head=False)
-    return check(config, stored, escaped(folder), dtype)
+        return replace(weights, has_head=False, **quantized)
+    return replace(check(config, stored, escaped(folder), dtype), **quantized)
 
 
 def refuse_adapter(folder: Path) -> None:

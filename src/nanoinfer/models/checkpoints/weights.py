@@ -57,6 +57,8 @@ class Weights:
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict, kw_only=True)
     """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
 
+    method: str | None = field(default=None, kw_only=True)
+    """How a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
     calibration: Calibration | None = field(default=None, kw_only=True)
     """What weights the errors in packed folders in int4 and in GGUF files; None: all count alike."""
 
@@ -159,7 +161,7 @@ def check(
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: found for name, found in formats.items() if found is not None}
     blocks = _with_shared_inputs(blocks, config)
-    return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
+    return Weights(config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks)
 
 
 def _with_halves(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
@@ -240,12 +242,12 @@ def part_name(name: str, i: int) -> str:
     return f"{name}:{i}" if i else name
 
 
-def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
+def main_dtype(stored: Mapping[str, StoredTensor]) -> str:
     """Return the dtype of most values, as float32 if it is float64, which is read as float32."""
     counts: Counter[str] = Counter()
     for tensor in stored.values():
         counts[tensor.dtype] += math.prod(tensor.shape)
-    dtype = max(counts, key=lambda name: counts[name])
+    dtype = max(counts, key=lambda name: counts[name], default="float32")
     return "float32" if dtype == "float64" else dtype
 
 

@@ -10,7 +10,7 @@ times a scale of at most 24 bits, a product in float32 is that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
-from nanoinfer.models.checkpoints.gguf_quantize import assemble
+from nanoinfer.models.checkpoints.gguf_quantize import OFFSETS, assemble
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
 from nanoinfer.utils.arrays import BlockMatrix, HostTensor
 from nanoinfer.utils.checks import show
@@ -29,7 +29,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""
 Numbers = NDArray[Any]
 
-_CHUNK = 1 << 20  # values that are computed at a time, which limits the memory of intermediate results
+_CHUNK = 1 << 18  # values that are computed at a time, which limits the memory of intermediate results
 _BLOCK = 32  # values in a block of the formats below
 _EXACT = (("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 127))
 """Formats whose values are (an integer of a range) * (a float16 scale of 32 values), the smallest first."""
@@ -111,9 +111,9 @@ class Scaled:
     shape: tuple[int, ...]
     codes: Callable[[], Numbers]
     """Read the integers, or the indices into `table`: (out, in), of 8 bits."""
-    scales: Callable[[], Numbers]
+    scales: Callable[[], Numbers] = lambda: np.ones((1, 1), np.float32)
     """Read the scales, float32 or float64: one for each rectangle, as rows of rectangles."""
-    block: tuple[int, int]
+    block: tuple[int, int] = (1, 1)
     """Rows and columns of a rectangle; those at the ends may be smaller."""
     zeros: Callable[[], Numbers] = lambda: np.zeros((1, 1), np.int16)
     """Read the zero points: one for each rectangle, or (1, 1)."""
@@ -142,27 +142,26 @@ class Scaled:
         name = next(fitting, None)
         return name, "" if name else "codes without their zero points have more than 8 bits"
 
-    def _spread(self, numbers: Numbers, start: int, end: int) -> Numbers:
-        """Return the numbers of rectangles for each value of some rows."""
-        if numbers.shape == (1, 1):
-            return numbers
+    def _spread(self, numbers: Numbers, start: int, end: int, step: int = 1) -> Numbers:
+        """Return the numbers of rectangles for each value of some rows, or for the first of each `step` values."""
         rows = numbers[np.arange(start, end) // self.block[0]] if len(numbers) > 1 else numbers
+        if rows.shape[1] == 1:
+            return rows
         if self.order is not None:
             return rows[:, self.order]
-        return rows if rows.shape[1] == 1 else np.repeat(rows, self.block[1], axis=1)[:, : self.shape[1]]
+        return np.repeat(rows, self.block[1] // step, axis=1)[:, : self.shape[1] // step]
 
     def dense(self) -> NDArray[np.float32]:
         """As `Codec.dense`."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         values = np.empty(self.shape, np.float32)
-        step = max(1, _CHUNK // self.shape[1])
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN
-            for start in range(0, self.shape[0], step):
-                end = min(start + step, self.shape[0])
+            for start, end in _chunks(self.shape):
                 some = codes[start:end]
-                numbers = some.astype(np.float32) if self.table is None else self.table[some]
-                numbers = numbers - self._spread(zeros, start, end).astype(np.float32)
-                values[start:end] = numbers * self._spread(scales, start, end)
+                numbers = some.astype(np.float32) if self.table is None else np.take(self.table, some)
+                if zeros.any():
+                    numbers -= self._spread(zeros, start, end)
+                np.multiply(numbers, self._spread(scales, start, end), out=values[start:end], casting="same_kind")
         return values
 
     def blocks(self, format: str) -> NDArray[np.uint8]:
@@ -170,13 +169,22 @@ class Scaled:
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         kind, (rows, columns) = _BY_NAME[format], self.shape
         blocks = np.empty((rows, columns // _BLOCK * kind.block_bytes), np.uint8)
-        step = max(1, _CHUNK // columns)
-        for start in range(0, rows, step):
-            end = min(start + step, rows)
-            q = codes[start:end].astype(np.int16) - self._spread(zeros, start, end).astype(np.int16)
-            each = np.broadcast_to(self._spread(scales, start, end), q.shape)[:, ::_BLOCK]
-            blocks[start:end] = assemble(kind.name, each.reshape(-1), q.reshape(-1, _BLOCK)).reshape(end - start, -1)
+        below = (zeros.astype(np.int16) - OFFSETS[kind.name]).astype(
+            np.uint8
+        )  # integers modulo 256: the result has 8 bits
+        for start, end in _chunks(self.shape):
+            u = codes[start:end].view(np.uint8) - self._spread(below, start, end)
+            shape = (end - start, columns // _BLOCK)
+            each = np.broadcast_to(self._spread(scales, start, end, _BLOCK), shape)
+            blocks[start:end] = assemble(kind.name, each.reshape(-1), u.reshape(-1, _BLOCK)).reshape(shape[0], -1)
         return blocks
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the row after the last one of parts of a matrix, about `_CHUNK` values each."""
+    step = max(1, _CHUNK // shape[1])
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
 
 
 class Parts:
@@ -233,8 +241,9 @@ def unpack(words: Numbers, bits: int, count: int) -> NDArray[np.uint8]:
     if 8 % bits:
         digits = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * bits].reshape(len(packed), count, bits)
         return np.packbits(digits, axis=2, bitorder="little")[..., 0]
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    each: NDArray[np.uint8] = packed[:, :, None] >> shifts & np.uint8((1 << bits) - 1)
+    each = np.empty((*packed.shape, 8 // bits), np.uint8)
+    for i in range(8 // bits):
+        each[..., i] = packed >> np.uint8(bits * i) & np.uint8((1 << bits) - 1)
     return each.reshape(len(packed), -1)[:, :count]
 
 

@@ -7,8 +7,9 @@ quantization/lifecycle/forward.py. The reference computes in the dtype of the sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -79,32 +80,30 @@ def _open(parts: Parts, bits: Sequence[int], block: Sequence[int] | None) -> Cod
         weight = parts.take(".weight", ("int8", "float8_e4m3fn", "float8_e5m2"), (None, None))
         if weight.dtype != "int8":
             return float8(parts, ".weight_scale", block)
-        return _integers(parts, 8, (weight.shape[0], weight.shape[1]), lambda: weight.read().values, ".weight", block)
+        scaled = Scaled(weight.file, weight.shape, lambda: weight.read().values, limits=(-128, 127))
+        return _with_scales(parts, scaled, 8, block)
     packed = parts.take(".weight_packed", ("int32", "uint8"), (None, None))
     if packed.dtype == "uint8":
         if ".weight_global_scale" in parts:
             raise parts.error(".weight_global_scale", "is not supported: NVFP4 is not")
         return mxfp4(parts, ".weight_packed", ".weight_scale")
-    size = parts.take(".weight_shape", ("int32", "int64"), (2,))
-    rows, columns = size.read().values.tolist()
+    rows, columns = parts.take(".weight_shape", ("int32", "int64"), (2,)).read().values.tolist()
     fitting = [n for n in bits if n <= 8 and -(-columns * n // 32) == packed.shape[1]]
     if rows != packed.shape[0] or columns < 1 or len(fitting) != 1:
         named = " or ".join(map(str, bits))
         raise parts.error(".weight_packed", f"is {list(packed.shape)}: not {[rows, columns]} numbers of {named} bits")
     width = fitting[0]
-    half = 1 << width - 1  # stored integers are not negative
+    half = np.full((1, 1), 1 << width - 1)  # is added to integers, and to zero points, before they are packed
+    scaled = Scaled(
+        packed.file, (rows, columns), lambda: unpack(packed.read().values, width, columns), zeros=lambda: half,
+        limits=(0, (1 << width) - 1),
+    )  # fmt: skip
+    return _with_scales(parts, scaled, width, block)
 
-    def codes() -> Numbers:
-        return (unpack(packed.read().values, width, columns).astype(np.int16) - half).astype(np.int8)
 
-    return _integers(parts, width, (rows, columns), codes, ".weight_packed", block)
-
-
-def _integers(
-    parts: Parts, bits: int, shape: tuple[int, int], codes: Any, end: str, block: Sequence[int] | None
-) -> Codec:
-    """Return the codec of signed integers with scales for the matrix, its rows, groups of columns, or blocks."""
-    file, (rows, columns), half = parts.take(end, ("int8", "int32")).file, shape, 1 << bits - 1
+def _with_scales(parts: Parts, integers: Scaled, bits: int, block: Sequence[int] | None) -> Codec:
+    """Return integers with their scales: one, one a row, or one for each group of columns or block."""
+    rows, columns = integers.shape
     scale, order = parts.take(".weight_scale", FLOATS), None
     if len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1:
         groups = scale.shape[1]
@@ -112,22 +111,21 @@ def _integers(
         each = columns if order is not None else groups_of(parts, ".weight_scale", columns, groups)
         scales, rectangle = lambda: scale.read().float32(), (1, each)
     else:
-        scales, rectangle = scale_of(parts, ".weight_scale", shape, block)
-    rest = {}
+        scales, rectangle = scale_of(parts, ".weight_scale", (rows, columns), block)
+    zeros = integers.zeros
     if ".weight_zero_point" in parts:
-        rest["zeros"] = _zeros(parts, bits, tuple(scale.shape))
-    return Scaled(file, shape, codes, scales, rectangle, limits=(-half, half - 1), order=order, **rest)
+        zeros = _zeros(parts, bits, scale.shape, int(zeros()[0, 0]))
+    return replace(integers, scales=scales, block=rectangle, zeros=zeros, order=order)
 
 
-def _zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> Any:
-    """Return how to read zero points, which are packed along the rows if they are words."""
+def _zeros(parts: Parts, bits: int, shape: tuple[int, ...], offset: int) -> Callable[[], Numbers]:
+    """Return how to read zero points plus an offset. They are packed along the rows if they are words."""
+    rows, groups = shape if len(shape) == 2 else (prod(shape), 1)
     if parts.take(".weight_zero_point", ("int8", "int32")).dtype == "int8":
         plain = parts.take(".weight_zero_point", ("int8",), shape)
-        return lambda: plain.read().values.reshape(shape if len(shape) == 2 else (-1, 1))
-    rows, groups = shape if len(shape) == 2 else (shape[0], 1)
+        return lambda: plain.read().values.reshape(rows, groups).astype(np.int16) + offset
     packed = parts.take(".weight_zero_point", ("int32",), (-(-rows * bits // 32), groups))
-    half = 1 << bits - 1
-    return lambda: unpack(packed.read().values.T, bits, rows).T.astype(np.int16) - half
+    return lambda: unpack(packed.read().values.T, bits, rows).T
 
 
 COMPRESSED_TENSORS = Method(

@@ -7,7 +7,6 @@ functional.py (NF4, FP4, double quantization); transformers' integrations/mxfp4.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,8 +20,8 @@ from nanoinfer.models.checkpoints.quantized.base import FLOATS, Codec, Numbers, 
 from nanoinfer.models.checkpoints.quantized.scheme import Method, Scheme
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import RegularFile
+from nanoinfer.utils.checks import require_float, show
+from nanoinfer.utils.files import RegularFile, parse_json
 
 E8M0 = "float8_e8m0fnu"
 _MXFP4 = next(format for format in FORMATS.values() if format.name == "MXFP4")
@@ -157,10 +156,7 @@ def _state(parts: Parts) -> tuple[dict[str, Any], str]:
     tensor = parts.take(end, ("uint8",), (None,))
     if tensor.shape[0] > _MAX_STATE_BYTES:
         raise parts.error(end, f"has {tensor.shape[0]} bytes; the limit is {_MAX_STATE_BYTES}")
-    try:
-        state = json.loads(tensor.read().values.tobytes())
-    except (ValueError, RecursionError):
-        raise parts.error(end, "is not JSON") from None
+    state = parse_json(tensor.read().values.tobytes(), f"tensor {show(parts.stem + end)[1:-1]} is not JSON")
     return state if isinstance(state, dict) else {}, end
 
 
@@ -199,8 +195,7 @@ def _bits4(parts: Parts) -> Codec:
         )
         nested = parts.take(".weight.nested_absmax", ("float32",), (-(-num_blocks // nested_size),))
         nested_table = parts.take(".weight.nested_quant_map", ("float32",), (256,))
-        if not isinstance(offset := state.get("nested_offset"), float):
-            raise parts.error(end, f"has nested_offset={show(offset)}, which is not a number")
+        offset = require_float("nested_offset", state.get("nested_offset"), -1e30, 1e30)
 
         def scales() -> NDArray[np.float64]:
             largest = np.repeat(nested.read().float32().astype(np.float64), nested_size)[:num_blocks]

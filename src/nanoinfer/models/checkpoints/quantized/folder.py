@@ -37,8 +37,8 @@ _ACTIVATIONS = tuple(
 
 def dequantized(
     stored: Mapping[str, StoredTensor], given: Any, where: str, transposed: Collection[str]
-) -> dict[str, StoredTensor]:
-    """Return the tensors with a `QuantizedTensor` in the place of those that make a matrix.
+) -> tuple[dict[str, StoredTensor], str]:
+    """Return the tensors with a `QuantizedTensor` in the place of those that make a matrix, and the method's name.
 
     Shapes and dtypes are checked, and only what decides formats is read: scales, zero points and orders.
 
@@ -81,7 +81,7 @@ def dequantized(
     log.info("%s: weights quantized by %s (matrices with the same values: %s)", where, name, named)
     if scheme.activations:
         log.info("%s: its config quantizes activations too, which is not done: results are closer to exact ones", where)
-    return kept
+    return kept, name
 
 
 def _scheme(given: Any) -> tuple[str, Method, Scheme]:

@@ -44,7 +44,9 @@ def _common(f: Fields, bits: tuple[int, ...]) -> tuple[int, int]:
     f.only("pack_dtype", "int32", None)
     if (width := f.integer("bits", 4)) not in bits:
         raise f.error("bits", f"is not supported: only {', '.join(map(str, bits))} are")
-    return width, f.integer("group_size", 128, -1)
+    if (group_size := f.integer("group_size", 128, -1)) == 0:
+        raise f.error("group_size", "is neither positive nor -1")
+    return width, group_size
 
 
 def _check_group(parts: Parts, end: str, columns: int, groups: int, group_size: int) -> None:
@@ -96,8 +98,7 @@ def _awq(f: Fields) -> Scheme:
     f.only("zero_point", True)
 
     def in_order(values: Numbers) -> Numbers:
-        ordered: Numbers = values.reshape(len(values), -1, 8)[:, :, _AWQ_ORDER].reshape(len(values), -1).T
-        return ordered
+        return np.ascontiguousarray(values.T.reshape(-1, 8, len(values))[:, _AWQ_ORDER].reshape(-1, len(values)))
 
     def open(parts: Parts) -> Codec:
         words = parts.take(".qweight", ("int32",), (None, None))
