@@ -25,6 +25,7 @@ from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
 from nanoinfer.models.checkpoints.quantized.floats import TABLES
 from nanoinfer.models.checkpoints.quantized.folder import dequantized
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+from nanoinfer.roofline.shapes import find_model
 
 OWN = [name for name, case in CASES.items() if case.format]
 IDS = [3, 9, 27, 14, 50, 6]
@@ -173,23 +174,29 @@ def test_what_is_stored_decides_which_matrices_are_quantized(
     quantized, exact = quantized_folders(llama, tmp_path, CASES["gptq-float32-scales"], keep)
     with caplog.at_level(logging.INFO):
         same_values(quantized, exact)
-    assert "(matrices with the same values: 6 in float32 (scales are not float16))" in caplog.text
+    assert "quantized by gptq; of its matrices 6 are dequantized: scales are not float16" in caplog.text
     quantized, exact = quantized_folders(llama, tmp_path / "own", CASES["gptq"], keep)
     same_values(quantized, exact)
     assert len(open_folder(quantized).block_formats) == 4  # queries with keys and values, gate, up, down
 
 
-def test_auto_is_the_dtype_of_the_other_tensors_beside_own_bits(llama: Path, tmp_path: Path) -> None:
-    for case, expected in (("gptq", "bfloat16"), ("fp8-blocks", "float32")):
-        folder, _ = quantized_folders(llama, tmp_path / case, CASES[case])
-        tensors = load_file(folder / "model.safetensors")
-        half = {
-            name: t.bfloat16() if "norm" in name or "embed" in name or "lm_head" in name else t
-            for name, t in tensors.items()
-        }
-        save_file(half, folder / "model.safetensors")
-        weights = open_folder(folder)
-        assert (weights.stored_dtype, weights.method) == (expected, CASES[case].config["quant_method"])
+@pytest.mark.parametrize("case", ["gptq", "fp8-blocks"])
+def test_auto_is_the_dtype_of_the_tensors_that_are_not_quantized(case: str, llama: Path, tmp_path: Path) -> None:
+    folder, _ = quantized_folders(llama, tmp_path, CASES[case])
+    assert open_folder(folder).stored_dtype == "float32"
+    tensors = load_file(folder / "model.safetensors")
+    plain = [name for name in tensors if any(part in name for part in ("norm", "embed", "lm_head"))]
+    save_file(tensors | {name: tensors[name].bfloat16() for name in plain}, folder / "model.safetensors")
+    weights = open_folder(folder)
+    assert (weights.stored_dtype, weights.method) == ("bfloat16", CASES[case].config["quant_method"])
+
+
+def test_the_roofline_counts_the_folders_own_bits(llama: Path, tmp_path: Path) -> None:
+    quantized, exact = quantized_folders(llama, tmp_path, CASES["awq"])
+    config, format = find_model(str(quantized))
+    assert config == find_model(str(exact))[0]
+    assert format is not None
+    assert format.name == "Q5_0"
 
 
 def test_activations_that_the_config_quantizes_are_logged(

@@ -261,6 +261,8 @@ def test_rows_that_cannot_be_read(size: int, descriptor: int | None, message: st
     refuses(lambda: matrix.read_by(partial(decoder.load_blocks, name)), "rows cannot be read: ", message)
     with pytest.raises(ValueError, match="places must be"):
         decoder.load_blocks(name, places[:, :1].copy(), 144)
+    with pytest.raises(ValueError, match=f"has {C} rows of 143 bytes, must have {C} of 144"):
+        decoder.load_blocks(name, np.zeros((C, 143), np.uint8))
 
 
 def test_a_packed_folder_keeps_the_formats(

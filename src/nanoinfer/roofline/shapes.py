@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf, hf_config, nanochat, nanogpt
+from nanoinfer.models.checkpoints import gguf, hf_config, huggingface, nanochat, nanogpt
 from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
@@ -26,7 +26,9 @@ def find_shape(name: str) -> ModelConfig:
 
 
 def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
-    """Return the config of a model, and its format in engine `native` if it is a GGUF file with matrices in blocks.
+    """Return the config of a model, and its format in engine `native` if it has matrices in blocks.
+
+    Those are GGUF files and quantized folders.
 
     Args:
         name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, a
@@ -47,8 +49,9 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
     if preset in PRESETS:
         return PRESETS[preset], None
     if preset == name and (path := _path(name)) is not None:
-        if is_gguf(path):
-            weights = gguf.open_file(path)[0]
+        quantized = path.is_dir() and hf_config.quantization(path / "config.json") is not None
+        if is_gguf(path) or quantized:
+            weights = huggingface.open_folder(path) if quantized else gguf.open_file(path)[0]
             return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
         if (checkpoint := nanochat.find(path)) is not None:
             return nanochat.open_checkpoint(checkpoint).config, None

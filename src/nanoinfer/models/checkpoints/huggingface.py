@@ -68,9 +68,8 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
         if any(path.name == PICKLED for path in weight_files(folder)):
             raise NanoinferError(f"{escaped(folder)} has quantized weights in {PICKLED}: save them as safetensors")
         stored, method = dequantized(stored, quantization, escaped(folder), FAMILIES[config.family].transposed)
-        # What has no format of its own bits is float32; beside formats, the dtype is that of the other tensors.
-        kept = {name: t for name, t in stored.items() if not (isinstance(t, QuantizedTensor) and t.format)}
-        quantized = {"method": method, "stored_dtype": main_dtype(kept)}
+        plain = {name: t for name, t in stored.items() if not isinstance(t, QuantizedTensor)}
+        quantized = {"method": method, "stored_dtype": main_dtype(plain)}
     has_head = config.tie_word_embeddings or any(name.startswith(head) for name in stored)
     if prefix and config.family != "gpt2" and not has_head:
         log.info("%s has no output head: it makes embeddings, and generates nothing", escaped(folder))

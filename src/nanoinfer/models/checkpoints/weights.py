@@ -50,7 +50,8 @@ class Weights:
     """Return an iterator over the names and tensors of `parameters.shapes`, in its order and in any dtype. A tensor is
     read when it is yielded: release it before taking the next one."""
     stored_dtype: str = field(default="float32", kw_only=True)
-    """Dtype of most values in the checkpoint; float32 for quantized ones and where there is no checkpoint."""
+    """Dtype of most values in the checkpoint, in a quantized folder of those that are not quantized; float32 for GGUF's
+    blocks and where there is no checkpoint."""
 
     has_head: bool = field(default=True, kw_only=True)
     """Whether the checkpoint has an output head. The embedding of a model without one stands in for it."""

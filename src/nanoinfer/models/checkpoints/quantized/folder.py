@@ -68,7 +68,7 @@ def dequantized(
             if left := parts.left:
                 raise parts.error(left[0], f"is not supported beside {show(stem + min(tensors))[1:-1]}")
             format, reason = codec.exact()
-            chosen[format or f"float32 ({reason})"] += 1
+            chosen[f"have the values of {format}" if format else f"are dequantized: {reason}"] += 1
         for end in tensors:
             del kept[stem + end]
         if stem + method.result in kept:
@@ -77,8 +77,8 @@ def dequantized(
         if method.linear and stem.endswith(tuple(f".{part}" for part in transposed)):
             matrix = matrix.t()
         kept[stem + method.result] = matrix
-    named = ", ".join(f"{count} in {format}" for format, count in chosen.most_common())
-    log.info("%s: weights quantized by %s (matrices with the same values: %s)", where, name, named)
+    named = ", ".join(f"{count} {what}" for what, count in chosen.most_common())
+    log.info("%s: quantized by %s; of its matrices %s", where, name, named)
     if scheme.activations:
         log.info("%s: its config quantizes activations too, which is not done: results are closer to exact ones", where)
     return kept, name
