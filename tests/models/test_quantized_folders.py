@@ -199,6 +199,13 @@ def test_the_roofline_counts_the_folders_own_bits(llama: Path, tmp_path: Path) -
     assert format.name == "Q5_0"
 
 
+def test_an_unknown_field_is_a_warning(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantized, _ = quantized_folders(llama, tmp_path, CASES["gptq"])
+    edit_config(quantized, quantization_config=CASES["gptq"].config | {"colour": 1})
+    open_folder(quantized)
+    assert "quantization_config: unknown fields are ignored: colour" in caplog.text
+
+
 def test_activations_that_the_config_quantizes_are_logged(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +251,8 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", "pack_dtype": "int16"}, "pack_dtype='int16' is not supported"),
     ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format=True is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported: only gemm is"),
+    ({"quant_method": "awq", "backend": "llm-awq"}, "backend='llm-awq' is not supported: only the layout of autoawq"),
+    ({"quant_method": "gptq", "group_size": 0}, "group_size=0 is neither positive nor -1"),
     ({"quant_method": "awq", "zero_point": False}, "zero_point=False is not supported"),
     ({"quant_method": "awq", "bits": 8}, "bits=8 is not supported: only 4 are"),
     ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size=[0, 1] is not a list of rows"),
@@ -280,6 +289,7 @@ TENSORS: list[tuple[str, str, Change, str]] = [
     ("gptq", ".qweight", lambda t: t.short(), ".qweight is int16, but must be int32"),
     ("gptq", ".qweight", lambda t: t[:0], ".qweight is [0, 64], but must be [any, any], without empty dimensions"),
     ("gptq", ".qweight", lambda t: t[:-1], ".g_idx is [96], but must be [88]"),
+    ("gptq-ordered", ".g_idx", lambda t: None, ".g_idx is missing, which desc_act=true needs"),
     ("gptq", ".g_idx", lambda t: t + 1, ".g_idx names the group 3, but there are 3"),
     ("gptq", ".g_idx", lambda t: t - 1, ".g_idx names the group -1, but there are 3"),
     ("gptq-3-bits", ".qweight", lambda t: t[:-1], ".qweight is [8, 64], which are no words of 3-bit integers"),

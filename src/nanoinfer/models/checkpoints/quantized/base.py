@@ -21,6 +21,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import OFFSETS, assemble
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.arrays import BlockMatrix, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
@@ -169,9 +170,7 @@ class Scaled:
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         kind, (rows, columns) = _BY_NAME[format], self.shape
         blocks = np.empty((rows, columns // _BLOCK * kind.block_bytes), np.uint8)
-        below = (zeros.astype(np.int16) - OFFSETS[kind.name]).astype(
-            np.uint8
-        )  # integers modulo 256: the result has 8 bits
+        below = (zeros.astype(np.int16) - OFFSETS[kind.name]).astype(np.uint8)  # modulo 256: results have 8 bits
         for start, end in _chunks(self.shape):
             u = codes[start:end].view(np.uint8) - self._spread(below, start, end)
             shape = (end - start, columns // _BLOCK)
@@ -233,6 +232,32 @@ class Parts:
     def error(self, end: str, what: str) -> NanoinferError:
         """Return an error about a tensor."""
         return NanoinferError(f"tensor {show(self.stem + end)[1:-1]} {what}")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the matrices of one folder are stored."""
+
+    open: Callable[[Parts], Codec]
+    """Check the tensors of a matrix and return its codec. Raises NanoinferError."""
+    activations: bool = False
+    """Whether the config quantizes activations too."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of quantization: its tensors, and how its config is read."""
+
+    marks: tuple[str, ...]
+    """Ends of names by which a quantized matrix is known."""
+    others: tuple[str, ...]
+    """Ends of the names of its other tensors."""
+    read: Callable[[Fields], Scheme]
+    """Check the config's fields and return the scheme. Raises NanoinferError."""
+    result: str = ".weight"
+    """End of the name of the matrix."""
+    linear: bool = True
+    """Whether a matrix is (out, in) even where the family stores it transposed."""
 
 
 def unpack(words: Numbers, bits: int, count: int) -> NDArray[np.uint8]:

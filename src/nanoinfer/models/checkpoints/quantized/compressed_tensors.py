@@ -17,37 +17,31 @@ from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.quantized.base import (
     FLOATS,
     Codec,
+    Method,
     Numbers,
     Parts,
     Scaled,
+    Scheme,
     groups_of,
     order_of,
     unpack,
-)
+)  # fmt: skip
 from nanoinfer.models.checkpoints.quantized.floats import block_of, float8, mxfp4, scale_of
-from nanoinfer.models.checkpoints.quantized.scheme import Method, Scheme
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import show
 
 _FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mxfp4-pack-quantized",
-    "mixed-precision",
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mixed-precision",
     "dense",
-)
+)  # fmt: skip
 
 
 def _read(f: Fields) -> Scheme:
     f.known.update("ignore global_compression_ratio version quant_method".split())
     f.only("quantization_status", "compressed", None)
     _check_format(f)
-    if isinstance(sparsity := f.get("sparsity_config"), dict) and sparsity.get("format", "dense") not in (
-        "dense",
-        None,
-    ):
+    sparsity = f.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in ("dense", None):
         raise f.error("sparsity_config", "is not supported: only dense tensors are")
     if f.get("transform_config"):
         raise f.error("transform_config", "is not supported: inputs would have to be transformed")
@@ -93,7 +87,7 @@ def _open(parts: Parts, bits: Sequence[int], block: Sequence[int] | None) -> Cod
         named = " or ".join(map(str, bits))
         raise parts.error(".weight_packed", f"is {list(packed.shape)}: not {[rows, columns]} numbers of {named} bits")
     width = fitting[0]
-    half = np.full((1, 1), 1 << width - 1)  # is added to integers, and to zero points, before they are packed
+    half = np.full((1, 1), 1 << width - 1, np.int16)  # is added to integers, and to zero points, before they are packed
     scaled = Scaled(
         packed.file, (rows, columns), lambda: unpack(packed.read().values, width, columns), zeros=lambda: half,
         limits=(0, (1 << width) - 1),

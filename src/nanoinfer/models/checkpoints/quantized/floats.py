@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
-from nanoinfer.models.checkpoints.quantized.base import FLOATS, Codec, Numbers, Parts, Scaled, unpack
-from nanoinfer.models.checkpoints.quantized.scheme import Method, Scheme
+from nanoinfer.models.checkpoints.quantized.base import FLOATS, Codec, Method, Numbers, Parts, Scaled, Scheme, unpack
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import require_float, show
@@ -25,7 +24,9 @@ from nanoinfer.utils.files import RegularFile, parse_json
 
 E8M0 = "float8_e8m0fnu"
 _MXFP4 = next(format for format in FORMATS.values() if format.name == "MXFP4")
-_MAX_STATE_BYTES = 1 << 16  # of the JSON of a matrix of bitsandbytes; it has about 200
+_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+"""Ends of the name of the tensor that has the JSON of a matrix of bitsandbytes."""
+_MAX_STATE_BYTES = 1 << 16  # it has about 200
 
 
 def _float8(exponent_bits: int, mantissa_bits: int) -> NDArray[np.float32]:
@@ -143,16 +144,8 @@ class _Bits4:
 
 def _state(parts: Parts) -> tuple[dict[str, Any], str]:
     """Return the JSON of a matrix, and the name of its tensor's end."""
-    end = next(
-        (
-            f".weight.quant_state.bitsandbytes__{k}"
-            for k in ("nf4", "fp4")
-            if f".weight.quant_state.bitsandbytes__{k}" in parts
-        ),
-        "",
-    )
-    if not end:
-        raise parts.error(".weight.quant_state.bitsandbytes__nf4", "is missing")
+    nf4, fp4 = _STATES
+    end = fp4 if fp4 in parts else nf4
     tensor = parts.take(end, ("uint8",), (None,))
     if tensor.shape[0] > _MAX_STATE_BYTES:
         raise parts.error(end, f"has {tensor.shape[0]} bytes; the limit is {_MAX_STATE_BYTES}")
@@ -175,9 +168,8 @@ def _bits4(parts: Parts) -> Codec:
         raise parts.error(end, f"has shape={show(shape)}, which is not that of a matrix")
     count, size = prod(shape), _size(parts, end, state, "blocksize")
     if prod(packed.shape) != -(-count // 2):
-        raise parts.error(
-            ".weight", f"has {prod(packed.shape)} bytes, but {shape} values of 4 bits need {-(-count // 2)}"
-        )
+        what = f"has {prod(packed.shape)} bytes, but {shape} values of 4 bits need {-(-count // 2)}"
+        raise parts.error(".weight", what)
     num_blocks = -(-count // size)
     table = parts.take(".weight.quant_map", ("float32",), (16,))
 
@@ -189,10 +181,8 @@ def _bits4(parts: Parts) -> Codec:
         absmax = parts.take(".weight.absmax", ("float32",), (num_blocks,))
         scales = lambda: absmax.read().float32().astype(np.float64)  # noqa: E731
     else:
-        absmax, nested_size = (
-            parts.take(".weight.absmax", ("uint8",), (num_blocks,)),
-            _size(parts, end, state, "nested_blocksize"),
-        )
+        absmax = parts.take(".weight.absmax", ("uint8",), (num_blocks,))
+        nested_size = _size(parts, end, state, "nested_blocksize")
         nested = parts.take(".weight.nested_absmax", ("float32",), (-(-num_blocks // nested_size),))
         nested_table = parts.take(".weight.nested_quant_map", ("float32",), (256,))
         offset = require_float("nested_offset", state.get("nested_offset"), -1e30, 1e30)
@@ -281,15 +271,9 @@ def _mxfp4(f: Fields) -> Scheme:
 
 FP8 = Method((".weight_scale_inv", ".weight_scale"), (".weight",), _fp8, linear=False)
 FBGEMM_FP8 = Method((".weight_scale",), (".weight",), _fbgemm, linear=False)
-_STATE = (
-    "absmax",
-    "quant_map",
-    "nested_absmax",
-    "nested_quant_map",
-    "quant_state.bitsandbytes__nf4",
-    "quant_state.bitsandbytes__fp4",
-)
 BITSANDBYTES = Method(
-    (".weight.absmax", ".SCB"), (".weight", ".weight_format", *(f".weight.{n}" for n in _STATE)), _bitsandbytes
+    (".weight.absmax", ".SCB"),
+    (".weight", ".weight_format", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", *_STATES),
+    _bitsandbytes,
 )
 MXFP4 = Method(("_blocks",), ("_scales",), _mxfp4, result="")

@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, about
-from nanoinfer.models.checkpoints.quantized.base import Parts, QuantizedTensor
+from nanoinfer.models.checkpoints.quantized.base import Method, Parts, QuantizedTensor, Scheme
 from nanoinfer.models.checkpoints.quantized.compressed_tensors import COMPRESSED_TENSORS
 from nanoinfer.models.checkpoints.quantized.floats import BITSANDBYTES, FBGEMM_FP8, FP8, MXFP4
 from nanoinfer.models.checkpoints.quantized.integers import AWQ, GPTQ
-from nanoinfer.models.checkpoints.quantized.scheme import Method, Scheme
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import show

@@ -7,24 +7,27 @@ GPTQModel (gptqmodel/nn_modules/qlinear/torch.py); AWQ (Lin et al. 2023, arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.quantized.base import (
     FLOATS,
     Codec,
+    Method,
     Numbers,
     Parts,
     Scaled,
+    Scheme,
     groups_of,
     order_of,
     unpack,
-)
-from nanoinfer.models.checkpoints.quantized.scheme import Method, Scheme
+)  # fmt: skip
+from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import show
 
-_GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_ORDER = np.array((0, 4, 1, 5, 2, 6, 3, 7))
 """Position in a word of AWQ's of each of 8 consecutive columns."""
 _TOOLS = (
@@ -49,42 +52,59 @@ def _common(f: Fields, bits: tuple[int, ...]) -> tuple[int, int]:
     return width, group_size
 
 
-def _check_group(parts: Parts, end: str, columns: int, groups: int, group_size: int) -> None:
-    """Raise NanoinferError if the scales are not those of the config's groups."""
-    wanted = -(-columns // group_size) if group_size > 0 else 1
+def _matrix(
+    parts: Parts, words: StoredTensor, shape: tuple[int, int], bits: int, group_size: int,
+    codes: Callable[[Numbers], Numbers], zeros: Callable[[Numbers], Numbers],
+) -> Codec:  # fmt: skip
+    """Check the other tensors of a matrix and return its codec.
+
+    Args:
+        parts: scales (groups, out), qzeros (groups, words of a row), and g_idx (in), which may be missing.
+        words: the tensor of the integers.
+        shape: (out, in).
+        bits: of an integer.
+        group_size: columns that share a scale; -1: all.
+        codes: words -> (out, in).
+        zeros: qzeros -> (out, groups).
+    """
+    rows, columns = shape
+    scale = parts.take(".scales", FLOATS, (None, rows))
+    groups, wanted = scale.shape[0], -(-columns // group_size) if group_size > 0 else 1
     if groups != wanted:
-        raise parts.error(end, f"has {groups} groups, but group_size={group_size} needs {wanted} of {columns} columns")
+        what = f"has {groups} groups, but group_size={group_size} needs {wanted} of {columns} columns"
+        raise parts.error(".scales", what)
+    order = order_of(parts, ".g_idx", columns, groups)
+    each = columns if order is not None else groups_of(parts, ".scales", columns, groups)
+    zero = parts.take(".qzeros", ("int32",), (groups, -(-rows * bits // 32)))
+    return Scaled(
+        words.file, shape, lambda: codes(words.read().values), lambda: scale.read().float32().T, (1, each),
+        lambda: zeros(zero.read().values), (0, (1 << bits) - 1), order=order,
+    )  # fmt: skip
 
 
 def _gptq(f: Fields) -> Scheme:
-    bits, group_size = _common(f, _GPTQ_BITS)
+    bits, group_size = _common(f, (2, 3, 4, 8))
     format = f.get("checkpoint_format", f.get("format")) or "gptq"
     f.get("format")
     if format not in ("gptq", "gptq_v2"):
         raise NanoinferError(f"checkpoint_format={show(format)} is not supported: only gptq and gptq_v2 are")
     if f.get("dynamic"):
         raise f.error("dynamic", "is not supported: bits that differ between matrices are not")
+    ordered = bool(f.get("desc_act"))
 
     def open(parts: Parts) -> Codec:
         words = parts.take(".qweight", ("int32",), (None, None))
         if words.shape[0] * 32 % bits:
             raise parts.error(".qweight", f"is {list(words.shape)}, which are no words of {bits}-bit integers")
+        if ordered and ".g_idx" not in parts:
+            raise parts.error(".g_idx", "is missing, which desc_act=true needs")
         columns, rows = words.shape[0] * 32 // bits, words.shape[1]
-        scale = parts.take(".scales", FLOATS, (None, rows))
-        groups = scale.shape[0]
-        _check_group(parts, ".scales", columns, groups, group_size)
-        order = order_of(parts, ".g_idx", columns, groups)
-        size = columns if order is not None else groups_of(parts, ".scales", columns, groups)
-        zero = parts.take(".qzeros", ("int32",), (groups, -(-rows * bits // 32)))
 
-        def zeros() -> Numbers:
-            stored: Numbers = unpack(zero.read().values, bits, rows).T
-            return stored if format == "gptq_v2" else stored + np.uint8(1) & np.uint8((1 << bits) - 1)
+        def zeros(stored: Numbers) -> Numbers:
+            points: Numbers = unpack(stored, bits, rows).T
+            return points if format == "gptq_v2" else points + np.uint8(1) & np.uint8((1 << bits) - 1)
 
-        return Scaled(
-            words.file, (rows, columns), lambda: unpack(words.read().values.T, bits, columns),
-            lambda: scale.read().float32().T, (1, size), zeros, (0, (1 << bits) - 1), order=order,
-        )  # fmt: skip
+        return _matrix(parts, words, (rows, columns), bits, group_size, lambda w: unpack(w.T, bits, columns), zeros)
 
     return Scheme(open)
 
@@ -96,22 +116,16 @@ def _awq(f: Fields) -> Scheme:
     if not isinstance(version, str) or version.lower() != "gemm":
         raise NanoinferError(f"version={show(version)} is not supported: only gemm is")
     f.only("zero_point", True)
+    if f.get("backend") == "llm-awq":
+        raise f.error("backend", "is not supported: only the layout of autoawq is")
 
-    def in_order(values: Numbers) -> Numbers:
-        return np.ascontiguousarray(values.T.reshape(-1, 8, len(values))[:, _AWQ_ORDER].reshape(-1, len(values)))
+    def integers(words: Numbers) -> Numbers:
+        values = unpack(words, 4, 8 * words.shape[1]).T.reshape(-1, 8, len(words))
+        return np.ascontiguousarray(values[:, _AWQ_ORDER].reshape(-1, len(words)))
 
     def open(parts: Parts) -> Codec:
         words = parts.take(".qweight", ("int32",), (None, None))
-        columns, rows = words.shape[0], words.shape[1] * 8
-        scale = parts.take(".scales", FLOATS, (None, rows))
-        groups = scale.shape[0]
-        _check_group(parts, ".scales", columns, groups, group_size)
-        size = groups_of(parts, ".scales", columns, groups)
-        zero = parts.take(".qzeros", ("int32",), (groups, words.shape[1]))
-        return Scaled(
-            words.file, (rows, columns), lambda: in_order(unpack(words.read().values, 4, rows)),
-            lambda: scale.read().float32().T, (1, size), lambda: in_order(unpack(zero.read().values, 4, rows)), (0, 15),
-        )  # fmt: skip
+        return _matrix(parts, words, (8 * words.shape[1], words.shape[0]), 4, group_size, integers, integers)
 
     return Scheme(open)
 
