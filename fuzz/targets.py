@@ -35,6 +35,7 @@ from mutate import (
     mutate_zip,
     pack_zip,
 )
+from quantized import METHODS, quantized_folder
 from seeds import (
     CHARS,
     exported,
@@ -116,6 +117,11 @@ def use_model(loaded: LoadedModel, path: Path) -> None:
         tensor.float32().sum()
 
 
+def quantized_file(method: str, name: str) -> list[bytes]:
+    """Return one file of a quantized folder."""
+    return [quantized_folder(method)[name]]
+
+
 def use_packed(loaded: LoadedModel, path: Path) -> None:
     """Start an engine on the mapped weights and run a step."""
     weights = loaded.weights
@@ -195,6 +201,10 @@ FILES = {
     "packed": File(packed.FILE, lambda: [packed_folder(w)[packed.FILE] for w in packed.FORMATS], mutate_packed,
                    load_folder, use_packed, lambda: without(packed_folder(), packed.FILE)),
     "config": File("config.json", lambda: [model_folder()["config.json"]], mutate_json, load_folder, use_model, model_folder),
+    **{f"quantized-{m}": File("model.safetensors", partial(quantized_file, m, "model.safetensors"), mutate_safetensors,
+                              load_folder, use_model, partial(quantized_folder, m)) for m in METHODS},
+    **{f"quantized-{m}-config": File("config.json", partial(quantized_file, m, "config.json"), mutate_json, load_folder,
+                                     use_model, partial(quantized_folder, m)) for m in METHODS},
     "index": File("model.safetensors.index.json", make_index, mutate_json, load_folder, use_model,
                   lambda: model_folder(shards=True)),
     "generation": File(
