@@ -57,12 +57,13 @@ def test_values_are_those_of_the_format_rounded_once(name: str, llama: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "config, case", [("GPT2Config", "gptq"), ("Phi3Config", "packed-int4"), ("Phi3Config", "fp8-blocks")]
+    "config, case",
+    [("GPT2Config", "gptq"), ("Phi3Config", "packed-int4"), ("Phi3Config", "fp8-blocks"), ("HeliumConfig", "awq")],
 )
 def test_families_that_store_matrices_otherwise(config: str, case: str, tmp_path: Path) -> None:
-    """GPT-2's are (in, out) where they are plain; Phi-3's gate and up projection are one."""
+    """GPT-2 has plain matrices as (in, out), Phi-3 gate and up projection as one, Helium another order of rows."""
     gpt2 = config == "GPT2Config"
-    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32} if gpt2 else {}
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32} if gpt2 else {"head_dim": 16}
     base = base_folder(tmp_path / "base", config, **shape)
     quantized, exact = quantized_folders(base, tmp_path, CASES[case], transposed=gpt2)
     same_values(quantized, exact)
