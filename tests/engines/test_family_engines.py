@@ -45,7 +45,7 @@ RUNGS = [spec.name for spec in ENGINES.values() if not spec.gpt2_only]
 FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
 FIRST = [case for case in CASES if "-" not in case]
 """A case of each family, and llama3."""
-TRACED = ("llama3", "gemma3-scaled", "olmo2", "gpt_neox", "smollm3-windows")
+TRACED = ("llama3", "gemma3-scaled", "olmo2", "gpt_neox", "smollm3-windows", "qwen3_moe-mixed")
 
 
 @pytest.fixture(scope="module")

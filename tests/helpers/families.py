@@ -35,6 +35,7 @@ YARN = {
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0],
 }  # fmt: skip
+QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # Name -> (config class of transformers, fields beside SMALL's; None removes one)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32}),
@@ -150,9 +151,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_positions": 96, "n_inner": 48, "rotary_dim": 6,
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "intermediate_size": 20, "sliding_window": 7}),
+    "mixtral-all": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 8}),
+    "qwen2_moe": ("Qwen2MoeConfig", QWEN_MOE | {"shared_expert_intermediate_size": 7, "norm_topk_prob": True}),
+    "qwen2_moe-windows": (
+        "Qwen2MoeConfig",
+        QWEN_MOE
+        | {"shared_expert_intermediate_size": 9, "qkv_bias": False, "decoder_sparse_step": 2}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-mixed": (
+        "Qwen3MoeConfig",
+        QWEN_MOE
+        | {"mlp_only_layers": [0, 2], "use_sliding_window": True, "sliding_window": 6, "num_experts_per_tok": 1},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 12}),
+    "olmoe-normalized": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12, "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 0.5,
+        },
+    ),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }  # fmt: skip
+
+EXPERTS = [case for case, (config, _) in CASES.items() if config == "MixtralConfig" or config.endswith("oeConfig")]
+"""The cases with mixtures of experts."""
 
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),

@@ -10,8 +10,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, SMALL, make_folder  # noqa: E402
+from helpers.errors import refuses  # noqa: E402
+from helpers.families import CASES, EXPERTS, SMALL, make_folder  # noqa: E402
+from helpers.models import edit_config  # noqa: E402
 from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
+from nanoinfer.models.checkpoints.stored import read_safetensors  # noqa: E402
 from nanoinfer.models.families import FAMILIES  # noqa: E402
 from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
@@ -40,6 +43,29 @@ def test_several_files_are_one_model(case: tuple[Any, Path], tmp_path: Path) -> 
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
     idx = torch.arange(40)[None]
     torch.testing.assert_close(load_gpt(open_folder(tmp_path / "shards"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_may_be_stored_as_transformers_has_them(name: str, tmp_path: Path) -> None:
+    """All experts of a layer in two tensors, by the names of transformers 5."""
+    model = make_folder(name, tmp_path / "model")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stored = read_safetensors(tmp_path / "stacked" / "model.safetensors")
+    assert any(key.endswith("experts.gate_up_proj") for key in stored)
+    idx = torch.arange(40)[None]
+    torch.testing.assert_close(
+        load_gpt(open_folder(tmp_path / "stacked"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
+def test_experts_that_do_not_fit_the_config_are_refused(name: str, tmp_path: Path) -> None:
+    make_folder(name, tmp_path / "model")
+    for count, width in ((4, 20), (6, 20), (7, 12), (5, 12), (6, 14)):
+        edit_config(tmp_path / "model", num_local_experts=count, intermediate_size=width)
+        if (name, count, width) != ("mixtral", 5, 20):
+            refuses(lambda: open_folder(tmp_path / "model"), "tensor")
 
 
 @torch.inference_mode()

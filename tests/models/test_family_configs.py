@@ -126,6 +126,18 @@ def test_null_is_the_default_where_transformers_allows_it(tmp_path: Path) -> Non
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 is not an integer in [1, 2147483647]"),
+    ("mixtral", {"num_local_experts": 5000}, "experts=5000 is not an integer in [1, 4096]"),
+    ("mixtral", {"num_experts_per_tok": 9}, "experts per token=9 is not an integer in [1, 8]"),
+    ("mixtral", {"num_experts": 4, "num_local_experts": 8}, "num_experts=4 differs from num_local_experts: remove one"),
+    ("mixtral", {"intermediate_size": None}, "intermediate_size is missing: add it"),
+    ("mixtral", {"intermediate_size": 2.5}, "width of an expert=2.5 is not an integer"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: only None is"),
+    ("olmoe", {"norm_topk_prob": None}, "norm_topk_prob=None is neither true nor false"),
+    ("qwen3_moe", {"mlp_only_layers": 2}, "mlp_only_layers=2 is not a list of layers"),
+    ("qwen3_moe", {"mlp_only_layers": [1.0]}, "mlp_only_layers=[1.0] is not a list of layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not an integer in [1, 2147483647]"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 is not an integer in [1"),
     ("llama", {"hidden_size": 50}, "hidden_size=50 is not a multiple of num_attention_heads=6"),
     ("llama", {"num_key_value_heads": 4}, "num_attention_heads=6 is not a multiple of num_key_value_heads=4"),
     ("llama", {"num_key_value_heads": 12}, "num_key_value_heads=12 is not an integer in [1, 6]"),

@@ -17,7 +17,7 @@ from helpers.models import load_gpt
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, GGUF_CASES, make_folder  # noqa: E402
+from helpers.families import CASES, EXPERTS, GGUF_CASES, make_folder  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.config import Rotary  # noqa: E402
 from nanoinfer.models.checkpoints import gguf  # noqa: E402
@@ -30,7 +30,7 @@ from nanoinfer.models.rotary import frequencies  # noqa: E402
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
 LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
             "starcoder2", "starcoder2-window", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn", "ministral",
-            "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2")  # fmt: skip
+            "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", *EXPERTS)  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 

@@ -20,7 +20,7 @@ from helpers.models import TINY, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, GGUF_CASES  # noqa: E402
+from helpers.families import CASES, EXPERTS, GGUF_CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
 from helpers.gguf_files import convert  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
@@ -68,7 +68,7 @@ REFUSED = {
     "glm4": "family glm4",
     "helium": "family helium",
     "gptj": "family gptj",
-}
+} | {case: f"family {case.partition('-')[0]}" for case in EXPERTS}
 KEPT = [case for case in CASES if case not in REFUSED]
 
 

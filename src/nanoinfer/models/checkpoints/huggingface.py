@@ -149,13 +149,18 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
-def _fuse(tensors: dict[str, HostTensor], name: str, family: Family) -> None:
-    """Replace the tensor `name` and the one below it by the one as which the family stores both."""
-    for whole, (upper, lower) in family.fused.items():
-        if (base := name.removesuffix(f".{upper}.weight")) != name:
-            halves = [tensors.pop(f"{base}.{half}.weight") for half in (upper, lower)]
-            values = np.concatenate([half.dense().values for half in halves])
-            tensors[f"{base}.{whole}.weight"] = HostTensor(values, halves[0].dtype)
+def _fuse(tensors: dict[str, HostTensor], name: str, family: Family, num_experts: int) -> None:
+    """Replace the tensor `name` and those that follow it by the one as which the family stores them."""
+    for whole, parts in family.fused.items():
+        if (base := name.removesuffix(f".{parts[0].format(0)}.weight")) == name:
+            continue
+        stacked = "{}" in parts[0]
+        names = [part.format(e) for e in range(num_experts if stacked else 1) for part in parts]
+        found = [tensors.pop(f"{base}.{part}.weight") for part in names]
+        values = np.concatenate([part.dense().values for part in found])
+        if stacked:
+            values = values.reshape(num_experts, -1, values.shape[1])
+        tensors[f"{base}.{whole}.weight"] = HostTensor(values, found[0].dtype)
 
 
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
@@ -178,8 +183,9 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
         tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
-    for name in [name for name in tensors if name.endswith(tuple(f".{a}.weight" for a, _ in family.fused.values()))]:
-        _fuse(tensors, name, family)
+    firsts = tuple(f".{parts[0].format(0)}.weight" for parts in family.fused.values())
+    for name in [name for name in tensors if name.endswith(firsts)]:
+        _fuse(tensors, name, family, 0 if config.experts is None else config.experts.count)
     if config.family == "gpt2":  # its layout always has biases
         for name, shape in shapes(replace(config, bias=True)).items():
             zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None

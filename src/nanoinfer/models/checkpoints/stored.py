@@ -71,10 +71,16 @@ class StoredTensor:
         """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
-    def halves(self) -> tuple[StoredTensor, StoredTensor]:
-        """Return the upper and the lower half of the rows, for a row-major tensor with an even number of rows."""
-        shape = (self.shape[0] // 2, *self.shape[1:])
-        return replace(self, shape=shape), replace(self, shape=shape, start=self.start + self._stored_bytes(shape))
+    def merged(self) -> StoredTensor:
+        """Return the matrix whose rows are those of a row-major tensor of two or more dimensions; a vector is a row."""
+        shape = (math.prod(self.shape[:-1]), self.shape[-1])
+        return replace(self, shape=shape, strides=contiguous(shape))
+
+    def equal_parts(self, count: int) -> list[StoredTensor]:
+        """Return `count` parts of the rows, one below the other, for a row-major tensor whose rows they divide."""
+        shape = (self.shape[0] // count, *self.shape[1:])
+        num_bytes = self._stored_bytes(shape)
+        return [replace(self, shape=shape, start=self.start + i * num_bytes) for i in range(count)]
 
     def _stored_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the first rows in the file."""

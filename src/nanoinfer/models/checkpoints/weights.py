@@ -136,7 +136,7 @@ def check(
     """
     family = FAMILIES[config.family] if family is None else family
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
-    stored = _with_halves(stored, family)
+    stored = _with_parts(stored, config, family)
     _check_layers(config, stored, source, family)
     tensors: Tensors = {}
     used: set[str] = set()
@@ -165,17 +165,28 @@ def check(
     return Weights(config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks)
 
 
-def _with_halves(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """Return the tensors, those that the family stores as one split into the two that it names."""
+def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:
+    """Return the tensors, those that the family stores as one split into the parts that it names."""
     found: dict[str, StoredTensor] = {}
+    fused = {**family.fused, **family.read_fused}
+    num_experts = 0 if config.experts is None else config.experts.count
     for name, tensor in stored.items():
         base, _, suffix = name.rpartition(".")
-        whole = next((w for w in family.fused if base.endswith(f".{w}")), None)
-        if whole is None or not tensor.shape or tensor.shape[0] % 2:
+        if suffix not in ("weight", "bias"):  # experts of transformers 5
+            base, suffix = name, "weight"
+        whole = next((w for w in fused if base.endswith(f".{w}")), "")
+        parts = fused.get(whole, ())
+        if parts and "{}" in parts[0]:
+            fits = len(tensor.shape) == 3 and tensor.shape[0] == num_experts and not tensor.shape[1] % len(parts)
+            parts = tuple(part.format(expert) for expert in range(num_experts) for part in parts)
+            tensor = tensor.merged() if fits else tensor
+        else:
+            fits = bool(parts) and bool(tensor.shape) and not tensor.shape[0] % len(parts)
+        if not fits:
             found[name] = tensor
             continue
-        for half, tensor_half in zip(family.fused[whole], tensor.halves(), strict=True):
-            found[f"{base.removesuffix(whole)}{half}.{suffix}"] = tensor_half
+        for part, values in zip(parts, tensor.equal_parts(len(parts)), strict=True):
+            found[f"{base.removesuffix(whole)}{part}.{suffix}"] = values
     return found
 
 

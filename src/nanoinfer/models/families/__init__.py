@@ -17,19 +17,24 @@ from nanoinfer.models.families import (
     gpt_neox,
     gptj,
     granite,
+    granitemoe,
     helium,
     llama,
     ministral,
     ministral3,
     mistral,
+    mixtral,
     nanochat,
     olmo,
     olmo2,
     olmo3,
+    olmoe,
     phi,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     seed_oss,
     smollm3,
     stablelm,
@@ -40,7 +45,7 @@ from nanoinfer.models.families.base import Family
 _MODULES = (
     gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2, phi,
     phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
-    seed_oss, arcee, helium, gptj,
+    seed_oss, arcee, helium, gptj, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By model_type."""

@@ -56,7 +56,8 @@ class Family:
     fields: Table
     """The fields of config.json that are fields of ModelConfig under other names."""
     names: Mapping[str, str | tuple[str, ...]]
-    """Our part of a model, or of a layer -> theirs; several are joined along the outputs."""
+    """Our part of a model, or of a layer -> theirs; several are joined along the outputs. A name with {} is that of
+    each expert."""
     fixed: Mapping[str, Any]
     """Fields of ModelConfig that all models of the family have."""
     biased: tuple[str, ...] = ()
@@ -79,8 +80,11 @@ class Family:
     """Our parts whose matrix is stored as (in, out)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of stored tensors that are not weights."""
-    fused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Stored tensor of a layer -> the two of `names` that are its halves, one below the other."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stored tensor of a layer -> those of `names` that are its equal parts, one below the other. If they are of each
+    expert, the tensor has three dimensions, the experts first."""
+    read_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """As `fused`: tensors that are read, and not written."""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.
@@ -131,6 +135,9 @@ class Family:
         theirs = self.names[part]
         prefix = "" if layer is None else self.layer.format(layer)
         order = self.order(config, part)
+        if isinstance(theirs, str) and "{}" in theirs and config.experts is not None:
+            count = config.experts.count
+            return Recipe(tuple((f"{prefix}{theirs.format(e)}{suffix}", rows // count) for e in range(count)))
         if isinstance(theirs, str):
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)

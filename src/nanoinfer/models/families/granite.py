@@ -15,11 +15,13 @@ from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 _FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "head_dim"}
 
 
-def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
+def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Return the layers, and the factor of the final hidden states."""
     return rotated(f, config) | {"final_scale": 1.0 / f.number("logits_scaling", 1.0)}
 
 
-def _write_layers(config: ModelConfig) -> dict[str, Any]:
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_layers` reads."""
     return rope_fields(config) | {"logits_scaling": round(1.0 / (config.final_scale or 1.0), 9)}
 
 
@@ -35,6 +37,6 @@ FAMILY = Family(
     llama.NAMES,
     llama.FIXED,
     biases=llama.BIASES,
-    read_layers=_read_layers,
-    write_layers=_write_layers,
+    read_layers=read_layers,
+    write_layers=write_layers,
 )
