@@ -191,6 +191,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
         },
     ),
+    "qwen2_moe-plain": ("Qwen2MoeConfig", QWEN_MOE | {"shared_expert_intermediate_size": 7}),
     "llama3-8192": (
         "LlamaConfig",
         {"rope_parameters": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}, "head_dim": 16},

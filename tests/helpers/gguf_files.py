@@ -108,8 +108,10 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "qwen3": "qwen3", "gemma3_text": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3",
                  "gemma": "gemma", "gemma2": "gemma2", "phi": "phi2", "phi3": "phi3", "granite": "granite",
                  "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
-                 "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee"}  # fmt: skip
-PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee")
+                 "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
+                 "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
+                 "granitemoe": "granitemoe"}  # fmt: skip
+PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
@@ -126,6 +128,10 @@ NAMES = {
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "model.final_layernorm": "output_norm",
     "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 
 
@@ -198,7 +204,7 @@ def metadata_of(config: Any) -> dict[str, Any]:
     if kind == "gemma3_text":
         found["attention.sliding_window"] = config.sliding_window
         rope = rope["full_attention"]
-    elif getattr(config, "sliding_window", None) is not None and kind == "mistral":
+    elif getattr(config, "sliding_window", None) is not None and kind in ("mistral", "mixtral"):
         found["attention.sliding_window"] = config.sliding_window
     if kind != "gpt2":
         found["rope.freq_base"] = float(rope["rope_theta"])
@@ -213,7 +219,14 @@ def further_keys(config: Any) -> dict[str, Any]:
     if kind == "gemma2":
         found["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         found["final_logit_softcapping"] = float(config.final_logit_softcapping)
-    if kind == "granite":
+    if hasattr(config, "num_experts_per_tok"):
+        found["expert_count"] = getattr(config, "num_local_experts", None) or config.num_experts
+        found["expert_used_count"] = config.num_experts_per_tok
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if kind == "qwen2_moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if kind in ("granite", "granitemoe"):
         found["attention.scale"] = float(config.attention_multiplier)
         found["embedding_scale"] = float(config.embedding_multiplier)
         found["residual_scale"] = float(config.residual_multiplier)
@@ -247,8 +260,16 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
     for name, p in model.state_dict().items():
         if (tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
             continue
-        theirs, values = tensor_of(name, p.detach().float().numpy(), model.config)
-        tensors[theirs] = store(values) if values.ndim == 2 else as_f32(values)
+        values = p.detach().float().numpy()
+        if ".experts." in name:  # (E, 2 F, C), or (E, C, F)
+            halves = np.split(values, 1 if name.endswith("down_proj") else 2, axis=1)
+            for part, stack in zip(("down",) if len(halves) == 1 else ("gate", "up"), halves, strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = store(stack)
+            continue
+        theirs, values = tensor_of(name, values, model.config)
+        if theirs.endswith("inp_shexp.weight"):
+            values = values[0]
+        tensors[theirs] = as_f32(values) if values.ndim == 1 or "ffn_gate_inp" in theirs else store(values)
     tensors |= {name: as_f32(values) for name, values in longrope(model.config).items()}
     extra_tensors = extra.pop("tensors", {})
     return write_gguf(path, metadata_of(model.config) | extra, tensors | extra_tensors)

@@ -17,7 +17,7 @@ from helpers.models import load_gpt
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, EXPERTS, GGUF_CASES, make_folder  # noqa: E402
+from helpers.families import CASES, GGUF_CASES, SMALL, make_folder  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.config import Rotary  # noqa: E402
 from nanoinfer.models.checkpoints import gguf  # noqa: E402
@@ -30,7 +30,8 @@ from nanoinfer.models.rotary import frequencies  # noqa: E402
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
 LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
             "starcoder2", "starcoder2-window", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn", "ministral",
-            "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", *EXPERTS)  # fmt: skip
+            "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", "qwen2_moe",
+            "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 
@@ -53,7 +54,7 @@ def gpt2(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["gpt2", "gemma2-10", "gemma3-7-layers", *STORED])
+@pytest.mark.parametrize("case", ["gpt2", "gemma2-10", "gemma3-7-layers", "qwen2_moe-plain", *STORED])
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = gpt2(tmp_path / "hf") if case == "gpt2" else make_folder(case, tmp_path / "hf")
     weights, _ = gguf.open_file(convert(model, tmp_path / "model.gguf"))
@@ -188,6 +189,25 @@ def test_a_tensor_of_blocks_is_read_row_by_row(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensor.read_blocks(), blocks)
 
 
+@pytest.mark.parametrize("kind", QUANTIZED, ids=[f.name for f in QUANTIZED.values()])
+def test_experts_in_every_format_are_matrices_of_its_blocks(kind: int, tmp_path: Path) -> None:
+    """A stacked tensor, (experts, rows, columns), is one matrix of as many rows; a wrong first dimension is refused."""
+    size = {"hidden_size": 256, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 3}
+    config = transformers.MixtralConfig(**SMALL | size)
+    model = transformers.MixtralForCausalLM(config)
+    blocks = random_blocks(kind, 3 * 32 * 256 // FORMATS[kind].block_size)
+    name = "blk.0.ffn_up_exps.weight"
+    stored = Stored((3, 32, 256), kind, blocks.tobytes())
+    weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf", tensors={name: stored}))
+    ours = "transformer.h.0.mlp.experts.c_fc.weight"
+    assert weights.block_formats[ours] == ((FORMATS[kind].name.lower(), 96),)
+    assert weights.block_formats[ours.replace("c_fc", "c_gate")] == (("q8_0", 96),)  # they share their inputs
+    values = FORMATS[kind].dequantize(blocks).reshape(96, 256)
+    np.testing.assert_array_equal(dict(weights.read())[ours].float32(), values)
+    wrong = convert(model, tmp_path / "b.gguf", tensors={name: stored._replace(shape=(2, 48, 256))})
+    refuses(lambda: gguf.open_file(wrong), "blk.0.ffn_up_exps.weight is [2, 48, 256]")
+
+
 # What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +219,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "architecture": ({"general.architecture": "bloom"}, ["general.architecture='bloom'", "llama, qwen2"]),
     "no architecture": ({"general.architecture": 7}, ["general.architecture=7"]),
-    "experts": ({"llama.expert_count": 8}, ["llama.expert_count=8"]),
+    "experts": ({"llama.expert_count": 8}, ["llama.expert_used_count is missing"]),
+    "experts without tensors": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2},
+        ["blk.0.ffn_gate_inp.weight [8, 24] is missing"],
+    ),
+    "experts without a number": ({"llama.expert_used_count": 2}, ["llama.expert_used_count=2"]),
+    "negative experts": ({"llama.expert_count": np.int32(-1)}, ["llama.expert_count=-1"]),
+    "too many of a token": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 9},
+        ["experts per token=9 is not an integer in [1, 8]"],
+    ),
     "unknown key": ({"llama.attention.clamp_kqv": 3.0}, ["llama.attention.clamp_kqv=3.0"]),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type='yarn'"]),
     "partial rotation": ({"llama.rope.dimension_count": 4}, ["llama.rope.dimension_count=4", "6"]),

@@ -20,7 +20,7 @@ from helpers.models import TINY, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, EXPERTS, GGUF_CASES  # noqa: E402
+from helpers.families import CASES, GGUF_CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
 from helpers.gguf_files import convert  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
@@ -40,6 +40,7 @@ EXTRA = GGUF_CASES | {
     "ernie4_5-plain": ("Ernie4_5Config", {"head_dim": 10}),
     "seed_oss-plain": ("SeedOssConfig", {"head_dim": 8}),
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
+    "olmoe-all-heads": ("OlmoeConfig", CASES["olmoe"][1] | {"num_key_value_heads": 4}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
 }  # fmt: skip
 REFUSED = {
@@ -68,7 +69,11 @@ REFUSED = {
     "glm4": "family glm4",
     "helium": "family helium",
     "gptj": "family gptj",
-} | {case: f"family {case.partition('-')[0]}" for case in EXPERTS}
+    "qwen2_moe": "experts=Experts(count=5",
+    "qwen2_moe-windows": "qwen2moe.attention.sliding_window=5",
+    "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",
+    "olmoe-normalized": "experts=Experts(count=4",
+}
 KEPT = [case for case in CASES if case not in REFUSED]
 
 
@@ -204,6 +209,12 @@ def test_formats_of_tensors_are_those_of_llama_cpps_quantizer(tmp_path: Path) ->
         ("blk.0.ffn_down.weight", (64, 512), "Q4_0"): "Q4_0",
         ("blk.0.ffn_down.weight", (64, 20), "Q4_0"): "float16",
         ("blk.0.ffn_down.weight", (64, 20), "BF16"): "bfloat16",
+        ("blk.0.ffn_gate_inp.weight", (8, 256), "Q4_K_M"): "F32",
+        ("blk.0.ffn_gate_inp_shexp.weight", (256,), "Q4_0"): "F32",
+        ("blk.0.ffn_gate_exps.weight", (8, 64, 256), "Q4_K_M"): "Q4_K",
+        ("blk.0.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q6_K",
+        ("blk.1.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q4_K",
+        ("blk.0.ffn_down_shexp.weight", (64, 96), "Q4_K_M"): "Q8_0",
     }
     names = {"F16": "float16", "BF16": "bfloat16"}
     for (name, shape, format), expected in choices.items():
@@ -369,7 +380,8 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
 @pytest.mark.parametrize("case", ["gpt_neox", "llama", "llama3-8192", "qwen2", "qwen3", "gemma3-7-layers", "olmo2-tied",
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
                                   "stablelm-parallel", "cohere-plain", "cohere2", "exaone4-no-window",
-                                  "ernie4_5-plain", "seed_oss-plain", "arcee"])  # fmt: skip
+                                  "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
+                                  "qwen3_moe", "olmoe-all-heads", "granitemoe"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
     """llama.cpp stores keys and values in float16."""
     from nanoinfer.models.gpt_loading import load_gpt

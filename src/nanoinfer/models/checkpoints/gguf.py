@@ -20,6 +20,8 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     FREQUENCIES,
     LAYER,
     LONG,
+    SHARED_GATE,
+    STACKED,
     TOP,
     Architecture,
     Metadata,
@@ -58,7 +60,7 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
         known = ", ".join(ARCHITECTURES)
         raise NanoinferError(f"{where}: general.architecture={show(arch)} is not supported: only {known} are")
     config = _read_config(file, where, arch, layout)
-    return check(config, _as_stored(file, layout), where, dtype, stored_family(config, layout)), file.metadata
+    return check(config, _as_stored(file, config, layout), where, dtype, stored_family(config, layout)), file.metadata
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -119,12 +121,17 @@ class _ShiftedTensor(StoredTensor):
         return HostTensor(super().read().float32() - np.float32(self.shift), "float32")
 
 
-def _as_stored(file: GGUFFile, layout: Architecture) -> dict[str, StoredTensor]:
-    """Return the tensors without the frequencies, with the weights of norms as the family has them."""
+def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dict[str, StoredTensor]:
+    """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts as
+    matrices: the values of an expert follow those of the expert before it."""
     tensors = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
     for name, t in tensors.items():
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
+        stacked = name.endswith(STACKED) and len(t.shape) == 3
+        stacked = stacked and config.experts is not None and t.shape[0] == config.experts.count
+        if stacked or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
+            tensors[name] = t.merged()
     return tensors
 
 
@@ -135,4 +142,7 @@ def stored_family(config: ModelConfig, layout: Architecture) -> Family:
         names = names | {"attn.c_attn": "attn_qkv"}
     order = interleaved if layout.interleaved else lambda config, part: None
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
-    return replace(family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), ignored=(), fused=fused)
+    return replace(
+        family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), ignored=(), fused=fused,
+        read_fused={},
+    )  # fmt: skip

@@ -31,7 +31,19 @@ LAYER: dict[str, str | tuple[str, ...]] = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
     "post_2": "post_ffw_norm",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.c_gate": "ffn_gate_exps",
+    "mlp.experts.c_fc": "ffn_up_exps",
+    "mlp.experts.c_proj": "ffn_down_exps",
+    "mlp.shared.c_gate": "ffn_gate_shexp",
+    "mlp.shared.c_fc": "ffn_up_shexp",
+    "mlp.shared.c_proj": "ffn_down_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
 }
+STACKED = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight")
+"""Endings of tensors with three dimensions, the experts first."""
+SHARED_GATE = "ffn_gate_inp_shexp.weight"
+"""Ending of a matrix of one row that is stored as a vector."""
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
 LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
@@ -175,14 +187,35 @@ def _layer_norms(m: Metadata) -> dict[str, Any]:
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
-    for name in ("expert_count", "expert_used_count"):
-        m.only(m.key(name), 0)
+    mixture = m.integer(m.key("expert_count"), 0, 0) > 0
+    if not mixture:
+        m.only(m.key("expert_used_count"), 0)
     m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
     biased = {part: f"blk.0.{name}.bias" in m.tensors for part, name in (("attention", "attn_q"), ("mlp", "ffn_up"))}
     fields = _plain(m) | {f"{part}_bias": found for part, found in biased.items()}
     if (window := "attention.sliding_window") in m:
         fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
-    return fields
+    return fields | _experts(m) | {"model_type": "mixtral"} if mixture else fields
+
+
+def _experts(m: Metadata) -> dict[str, Any]:
+    """Return the fields of a mixture of experts. All layers have one: llama.cpp reads no others."""
+    m.only(m.key("expert_gating_func"), 1)  # a softmax
+    return {"num_local_experts": m.int_("expert_count"), "num_experts_per_tok": m.int_("expert_used_count")}
+
+
+def _olmoe(m: Metadata) -> dict[str, Any]:
+    m.only(m.key("attention.clamp_kqv"), None)
+    return _plain(m) | _experts(m) | {"norm_topk_prob": False, "attention_bias": _has_bias(m, "attn_q")}
+
+
+def _qwen_moe(m: Metadata) -> dict[str, Any]:
+    """llama.cpp fixes what the file does not say: whether the chosen experts' weights are divided by their sum."""
+    width, shared = m.int_("expert_feed_forward_length"), {}
+    if m.arch == "qwen2moe":
+        shared = {"shared_expert_intermediate_size": m.int_("expert_shared_feed_forward_length")}
+    flags = {"norm_topk_prob": m.arch == "qwen3moe", "qkv_bias": _has_bias(m, "attn_q")}
+    return _plain(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
@@ -311,6 +344,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2", _plain),
     "qwen3": Architecture("qwen3", _plain),
+    "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
+    "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
+    "olmoe": Architecture("olmoe", _olmoe),
+    "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
     "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
     "olmo2": Architecture("olmo2", _plain),
     "smollm3": Architecture("smollm3", _plain, interleaved=True),

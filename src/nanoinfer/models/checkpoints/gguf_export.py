@@ -3,7 +3,8 @@
 The header is written first, and gguf.py reads it back: a model that a GGUF file cannot describe is an error before any
 tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
 
-The formats of the tensors in Q4_K_M, Q4_0 and Q8_0 are those of llama.cpp's quantizer (src/llama-quant.cpp).
+The formats of the tensors in Q4_K_M, Q4_0 and Q8_0 are those of llama.cpp's quantizer (src/llama-quant.cpp), which
+gives the attention of models with 8 experts more bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf
-from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES
+from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES, SHARED_GATE, STACKED
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
@@ -101,7 +102,8 @@ def write_file(
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
     for ours, shape in shapes(config).items():
-        tensors |= {part: (rows, *shape[1:]) for part, rows in family.recipe(config, ours, shape[0]).parts}
+        parts = family.recipe(config, ours, shape[0]).parts
+        tensors |= {part: _stored_shape(part, (rows, *shape[1:]), config) for part, rows in parts}
     divisors = _divisors(config)
     if divisors is not None:
         tensors = {FREQUENCIES: divisors.shape} | tensors
@@ -135,15 +137,22 @@ def write_file(
     return size
 
 
+def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """Return the dimensions of a tensor in the file, which has the same values in the same order."""
+    if name.endswith(STACKED) and config.experts is not None:
+        return config.experts.count, shape[0] // config.experts.count, shape[1]
+    return shape[1:] if name.endswith(SHARED_GATE) else shape
+
+
 def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
-    family = "llama" if config.family == "mistral" else config.family  # read as Mistral if it has a window
+    family = "llama" if config.family in ("mistral", "mixtral") else config.family  # known by a window, or experts
     written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
     found = [arch for arch, name in written.items() if name == family]
     if not found:
         known = ", ".join(written.values())
         raise NanoinferError(
-            f"models of the family {config.family} cannot be written as GGUF: only {known} and mistral"
+            f"models of the family {config.family} cannot be written as GGUF: only {known}, mistral and mixtral"
         )
     return found[0]
 
@@ -167,6 +176,11 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "attention.head_count": config.n_head,
         epsilon: float(config.norm_epsilon),
     }
+    if (experts := config.experts) is not None:
+        found |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
+        found["expert_feed_forward_length" if arch.startswith("qwen") else "feed_forward_length"] = experts.width
+        if experts.shared_width:
+            found["expert_shared_feed_forward_length"] = experts.shared_width
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
     if (rotary := _rotary(config)) is not None:
         found |= {
@@ -184,13 +198,15 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
             found["rope.freq_base_swa"] = float(windowed.rotary.base)
         if arch == "llama" and windowed.window < config.block_size:
             log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
+    granite = {
+        "attention.scale": config.attention_scale,
+        "embedding_scale": config.embedding_scale,
+        "residual_scale": config.residual_scale,
+        "logit_scale": 1.0 / (config.final_scale or 1.0),
+    }
     factors = {
-        "granite": {
-            "attention.scale": config.attention_scale,
-            "embedding_scale": config.embedding_scale,
-            "residual_scale": config.residual_scale,
-            "logit_scale": 1.0 / (config.final_scale or 1.0),
-        },
+        "granite": granite,
+        "granitemoe": granite,
         "gemma2": {
             "attn_logit_softcapping": config.attention_softcap,
             "final_logit_softcapping": config.logits_softcap,
@@ -228,9 +244,11 @@ def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfi
     if len(shape) == 1 or name == "position_embd.weight":
         return "F32"
     part = name.split(".")[-2]
+    if part == "ffn_gate_inp":  # the router
+        return "F32"
     wanted = "Q4_K" if format == "Q4_K_M" else format
     is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
-    better = format == "Q4_K_M" and part in ("attn_v", "attn_qkv", "ffn_down")
+    better = format == "Q4_K_M" and (part in ("attn_v", "attn_qkv") or part.startswith("ffn_down"))
     better = better and more_bits(int(name.split(".")[1]), config.n_layer)
     if wanted in ("Q4_K", "Q4_0") and (is_head or better):
         wanted = "Q6_K"
