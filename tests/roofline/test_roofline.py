@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.errors import refuses
 from helpers.models import TINY, make_limits, make_model
-from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
+from nanoinfer.roofline.arithmetic import Chosen, Poly, StepCost, decode, extend, kv_cache_layer, prefill
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
@@ -311,6 +311,65 @@ def test_published_numbers() -> None:
     assert decode(gpt2, FP32).model.flops(1, 1) == pytest.approx(2 * 123.6e6, rel=0.01)  # 2 FLOPs a weight and token
     assert kv_cache_layer(gpt2, FORMATS["bfloat16"])(1, 1000) * 12 == pytest.approx(37e6, rel=0.01)
     assert kv_cache_layer(gpt2, FORMATS["int8"])(1, 1) == 2 * (768 + 12 * 4)  # bytes, and a scale a head
+
+
+# Experts ---------------------------------------------------------------------------------------------------
+
+MIXTURE = Experts(6, 2, 10, normalize=True, shared_width=7, shared_gate=True)
+MIXED = replace(RMS, experts=MIXTURE, layers=(LayerKind(), LayerKind(experts=True)))
+
+
+@AT
+def test_flops_of_experts_are_what_torch_counts(B: int, N: int) -> None:
+    """Each token takes its experts alone, in a decode step and in a prefill."""
+    engine, before = Engine(make_model(MIXED), B), N - 1
+    engine.step(before)
+    with counting() as counter:
+        engine.step(1)
+    assert counter.get_total_flops() == decode(MIXED, FP32).model.flops(B, N)
+    engine = Engine(make_model(MIXED), B)
+    with counting() as counter:
+        engine.step(N)
+    assert counter.get_total_flops() == prefill(MIXED, FP32).model.flops(B, N)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
+def test_a_step_reads_the_experts_that_its_tokens_choose(name: str) -> None:
+    fmt = FORMATS[name]
+    cost = decode(MIXED, fmt)
+    one = 2 * fmt.matrix_bytes(10, 16) + fmt.matrix_bytes(16, 10)
+    none = cost.model.bytes(0, 0)
+    assert cost.model.bytes(1, 0) == none + 2 * one
+    assert cost.model.bytes(2, 0) == none + round((6 - 6 * (4 / 6) ** 2) * one)
+    assert cost.model.bytes(1000, 0) == none + 6 * one == cost.weight_bytes
+    assert prefill(MIXED, fmt).model.bytes(2, 3) - prefill(replace(MIXED, experts=MIXTURE), fmt).model.bytes(0, 0) == (
+        round((6 - 6 * (4 / 6) ** 6) * one) + (kv_cache_layer(MIXED, fmt) * 2)(2, 3)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_experts_is_that_of_the_model(dtype: str) -> None:
+    fmt, model = FORMATS[dtype], make_model(MIXED).to(getattr(torch, dtype))
+    assert decode(MIXED, fmt).weight_bytes == sum(p.nbytes for p in model.parameters())
+
+
+def test_the_expected_number_of_experts_is_that_of_uniform_routing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count, per_token, tokens in ((8, 2, 1), (8, 2, 4), (60, 4, 16)):
+        expected = Chosen(count, per_token, Poly.of({(1, 0): 1}), 1000)(tokens, 0) / 1000
+        scores = torch.rand(2000, tokens, count, generator=generator)
+        found = scores.topk(per_token).indices.flatten(1)
+        mean = sum(len(row.unique()) for row in found) / len(found)
+        assert mean == pytest.approx(expected, rel=0.01)
+
+
+def test_chosen_experts_print_as_a_term() -> None:
+    some = decode(MIXED, FP32).model.bytes
+    assert str(some).endswith(" + 1,920 chosen(2 of 6, 1 B)")
+    assert str(some + some).endswith(" + 3,840 chosen(2 of 6, 1 B)")
+    assert str(some * 3).endswith(" + 5,760 chosen(2 of 6, 1 B)")
+    report = answer("random:gpt2", Question(device="h100"))
+    assert "chosen" not in report["decode"]["model"]["bytes_formula"]
 
 
 # Polynomials and predictions -------------------------------------------------------------------------------

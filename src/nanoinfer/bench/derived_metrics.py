@@ -45,7 +45,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
     cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
     found = {
-        "weight_bytes": cost.model.bytes(0, 0),
+        "weight_bytes": cost.weight_bytes,
         "bytes_per_token": cost.model.bytes(case.batch, mean) / case.batch,
         "flops_per_token": cost.model.flops(case.batch, mean) / case.batch,
     }

@@ -4,6 +4,7 @@
     C = n_embd    F = width of the MLP    V = vocab_size    L = n_layer    s = bytes of a key or value
     A = width of all heads of queries     K = width of all heads of keys   w = a layer's window
     G = 3 matrices of a gated MLP, else 2
+    E = experts of a layer with a mixture       k = experts of a token
 
 Every step is the same operation, extend by m tokens, so one count covers all of them:
 
@@ -13,6 +14,10 @@ Every step is the same operation, extend by m tokens, so one count covers all of
     verifying k drafts        k + 1    all m             B m (4 C (A + K) + 2 G C F) + 4 B m N A
 
 In GPT-2, A = K = C and G = 2. With a window, the new tokens of a step read the keys of min(N, w + m - 1) tokens.
+
+With experts, F is k times the width of one, and the width of the shared one. A step reads those experts that any of its
+T tokens chooses: E (1 - (1 - k / E)^T) of them on average, if each token chooses any k alike (uniform routing). Trained
+routers prefer some experts, so a step reads fewer.
 
 FLOPs are those of matrix products, 2 per multiply-add, as torch's FLOP counter counts them. Attention scores are
 counted as the whole rectangle of the new tokens and the keys that they read; with `causal=True`, only those that the
@@ -25,7 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nanoinfer.config import ModelConfig
@@ -34,8 +39,33 @@ from nanoinfer.roofline.formats import WeightFormat
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Bytes of the experts that the tokens of a step choose, in all layers, with uniform routing.
+
+    str(Chosen(8, 2, tokens, 100))  ->  "100 chosen(2 of 8, 1 B)"
+    """
+
+    count: int
+    """Number of experts of a layer."""
+    per_token: int
+    """Number of experts that a token chooses."""
+    tokens: Poly
+    """Number of tokens."""
+    num_bytes: int
+    """Of one expert of each layer."""
+
+    def __call__(self, B: int, N: int) -> int:
+        """Return the expected number of bytes, rounded."""
+        missed = (1 - self.per_token / self.count) ** self.tokens(B, N)
+        return round(self.num_bytes * self.count * (1.0 - missed))
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes:,} chosen({self.per_token} of {self.count}, {self.tokens})"
+
+
+@dataclass(frozen=True)
 class Poly:
-    """A polynomial in B, N and min(N, window) with integer coefficients.
+    """A polynomial in B, N and min(N, window) with integer coefficients, and the bytes of chosen experts.
 
     str(Poly.of({(1, 2): 4, (0, 0): 100}))  ->  "4 B N^2 + 100"
     str(Poly.of({(1, 1): 4}, window=512))   ->  "4 B min(N, 512)"
@@ -44,6 +74,8 @@ class Poly:
     terms: tuple[tuple[int, int, int, int], ...] = ()
     """(power of B, power of N, window, coefficient), highest powers first, without zeros or duplicate powers. With a
     window above 0, N stands for min(N, window)."""
+    chosen: tuple[Chosen, ...] = ()
+    """Further terms, those of chosen experts."""
 
     @staticmethod
     def of(coefficients: dict[tuple[int, int], int], window: int = 0) -> Poly:
@@ -51,14 +83,21 @@ class Poly:
         return _collect([(i, j, window if j else 0, c) for (i, j), c in coefficients.items()])
 
     def __add__(self, other: Poly) -> Poly:
-        return _collect([*self.terms, *other.terms])
+        merged: dict[tuple[int, int, Poly], int] = {}
+        for term in (*self.chosen, *other.chosen):
+            key = term.count, term.per_token, term.tokens
+            merged[key] = merged.get(key, 0) + term.num_bytes
+        chosen = tuple(Chosen(*key, num_bytes) for key, num_bytes in merged.items())
+        return replace(_collect([*self.terms, *other.terms]), chosen=chosen)
 
     def __mul__(self, factor: int) -> Poly:
-        return _collect([(i, j, window, c * factor) for i, j, window, c in self.terms])
+        chosen = tuple(replace(term, num_bytes=term.num_bytes * factor) for term in self.chosen)
+        return replace(_collect([(i, j, window, c * factor) for i, j, window, c in self.terms]), chosen=chosen)
 
     def __call__(self, B: int, N: int) -> int:
-        """Return the exact value at B sequences and N tokens."""
-        return sum(c * B**i * (min(N, window) if window else N) ** j for i, j, window, c in self.terms)
+        """Return the value at B sequences and N tokens: exact but for the term of chosen experts."""
+        terms: int = sum(c * B**i * (min(N, window) if window else N) ** j for i, j, window, c in self.terms)
+        return terms + sum(term(B, N) for term in self.chosen)
 
     def __str__(self) -> str:
         parts = []
@@ -66,6 +105,7 @@ class Poly:
             N = f"min(N, {window:,})" if window else "N"
             powers = [f"{x}^{p}" if p > 1 else x for x, p in (("B", i), (N, j)) if p]
             parts.append((" - " if c < 0 else " + ") + " ".join([f"{abs(c):,}", *powers]))
+        parts += [f" + {term}" for term in self.chosen]
         text = "".join(parts) or " + 0"
         return text[3:] if text.startswith(" + ") else f"-{text[3:]}"
 
@@ -117,6 +157,12 @@ class StepCost:
     def layer(self) -> Cost:
         """Cost of one layer, of the first kind."""
         return self.attention + self.mlp
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that steps read, all experts included."""
+        read = self.model.bytes
+        return read(0, 0) + sum(term.num_bytes * term.count for term in read.chosen)
 
     @property
     def model(self) -> Cost:
@@ -186,10 +232,18 @@ def _step(
         reach: window -> the window of the new tokens together.
         logits: rows of logits.
     """
-    C, F, V, s = config.n_embd, config.mlp_dim, config.vocab_size, fmt.vector_bytes
+    C, V, s = config.n_embd, config.vocab_size, fmt.vector_bytes
     A, K = config.attn_dim, config.kv_dim
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     kinds = Counter((config.layer(i).window or 0, *_layer_weights(config, fmt, i)) for i in range(config.n_layer))
+
+    def experts(num_bytes: int) -> Poly:
+        """Return the bytes of a layer's chosen experts, of which one has `num_bytes`, 0 in a layer without."""
+        mixture = config.experts
+        if mixture is None or not num_bytes:
+            return Poly()
+        return Poly(chosen=(Chosen(mixture.count, mixture.per_token, tokens, num_bytes),))
+
     layers = tuple(
         (
             Cost(
@@ -197,10 +251,10 @@ def _step(
                 + products(w) * (2 * A),  # q k^T and scores v: 2 products of A over all heads
                 Poly.of({(0, 0): attention}) + kv_cache_layer(config, fmt, reach(w)),
             ),
-            Cost(tokens * (2 * C * F * (3 if config.gated_mlp else 2)), Poly.of({(0, 0): mlp})),
-            kinds[w, attention, mlp],
+            Cost(tokens * (2 * _mlp_weights(config, expert > 0)), Poly.of({(0, 0): mlp}) + experts(expert)),
+            kinds[w, attention, mlp, expert],
         )
-        for w, attention, mlp in sorted(kinds, key=lambda kind: (kind[0] == 0, *kind), reverse=True)
+        for w, attention, mlp, expert in sorted(kinds, key=lambda kind: (kind[0] == 0, *kind), reverse=True)
     )
     head_norms = 2 if config.embedding_norm else 1
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
@@ -210,8 +264,21 @@ def _step(
     return StepCost(layers, head, activations)
 
 
-def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int]:
-    """Return the bytes of the weights of a layer's attention and of its MLP, with their norms."""
+def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
+    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`."""
+    C, experts = config.n_embd, config.experts
+    if not mixed or experts is None:
+        return C * config.mlp_dim * (3 if config.gated_mlp else 2)
+    width = experts.per_token * experts.width + experts.shared_width
+    return 3 * C * width + C * experts.count + C * experts.shared_gate
+
+
+def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int, int]:
+    """Return the bytes of the weights of a layer's attention and of its MLP, with their norms, and of one expert.
+
+    The MLP of a layer with experts is what all tokens take: the router, in float32 with quantized weights, and the
+    shared expert.
+    """
     C, F, A, K, s = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim, fmt.vector_bytes
 
     def matrix(name: str, rows: int, columns: int) -> int:
@@ -224,10 +291,18 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
     vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm)
     attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
-    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + (bias * (F + C) + norm * of_mlp * C) * s
+    norms = norm * of_mlp * C * s
+    if config.layer(layer).experts and config.experts is not None:
+        E, D, S = config.experts.count, config.experts.width, config.experts.shared_width
+        of_all = matrix("mlp.experts.c_proj", E * C, D)
+        of_all += sum(matrix(f"mlp.experts.{name}", E * D, C) for name in ("c_gate", "c_fc"))
+        shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
+        shared += matrix("mlp.shared.c_proj", C, S) if S else 0
+        return attention, norms + shared + (E + config.experts.shared_gate) * C * s, of_all // E
+    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
-    return attention, mlp
+    return attention, norms + mlp, 0
 
 
 def _token_activations(config: ModelConfig) -> int:
@@ -236,9 +311,15 @@ def _token_activations(config: ModelConfig) -> int:
     norms = len(config.block_norms)
     # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
     # activation 2F, c_proj F + C.
-    layer = 2 * norms * C + 10 * C + 4 * A + 6 * K + 4 * F
+    layer = 2 * norms * C + 8 * C + 4 * A + 6 * K
+    mlp = 2 * C + 4 * F
     if config.gated_mlp:  # c_gate C + F, product 3F
-        layer += C + 4 * F
+        mlp += C + 4 * F
+    mlps = config.n_layer * mlp
+    if (experts := config.experts) is not None:  # router C + E; of each expert the same as of an MLP, and adding it 2C
+        shared = 3 * C + 8 * experts.shared_width if experts.shared_width else 0
+        mixture = C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
+        mlps += (mixture - mlp) * sum(config.layer(i).experts for i in range(config.n_layer))
     if config.qk_norm != "none":
         layer += 2 * (A + K)
     if config.residual_scale is not None:
@@ -247,7 +328,7 @@ def _token_activations(config: ModelConfig) -> int:
     # wte + wpe 3C, scalings 2C each, ln_e 2C, ln_f 2C.
     scalings = (config.embedding_scale is not None) + (config.final_scale is not None)
     top = 3 * config.learned_positions + 2 * scalings + 2 * config.embedding_norm + 2
-    return config.n_layer * layer + rotated + top * C
+    return config.n_layer * layer + mlps + rotated + top * C
 
 
 def kv_cache_layer(config: ModelConfig, fmt: WeightFormat, window: int = 0) -> Poly:

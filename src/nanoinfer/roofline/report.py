@@ -162,7 +162,7 @@ def _memory(setting: Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
-    weights = setting.decode.model.bytes(0, 0)
+    weights = setting.decode.weight_bytes
     # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte.
     if config.learned_positions:
         weights += config.block_size * config.n_embd * fmt.vector_bytes

@@ -31,7 +31,7 @@ FAMILY = Family(
     llama.NAMES | llama.QK_NORM | experts.NAMES,
     llama.FIXED | {"qk_norm": "head"},
     biases=llama.ATTENTION_BIAS,
-    harmless=experts.HARMLESS,
+    harmless=(*experts.HARMLESS, "max_window_layers"),
     read_layers=_read_layers,
     write_layers=_write_layers,
     read_fused=experts.STACKED,
