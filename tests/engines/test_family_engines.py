@@ -31,6 +31,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models import draft_head
 from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.checkpoints.weights import has_format
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import load_gpt, weights_of
@@ -191,6 +192,9 @@ def test_a_draft_head_changes_no_token(case: str, folder_of: Callable[[str], Pat
 
 # Format of native -> the largest distance of its logits from those of the same rounded weights in float32: root mean
 # square, in standard deviations of the logits. With int8 and int4, activations are rounded to 8 bits.
+#
+# Rounding may change the choice of experts of some tokens, which other tokens attend to. So with experts the median of
+# the tokens' mean squares stands for the mean, and limits are twice as large.
 WEIGHTS = {"float32": 1e-5, "bfloat16": 0.03, "float16": 1e-5, "int8": 0.12, "int4": 0.12}
 CACHES = {"bfloat16": 0.03, "int8": 0.06}
 
@@ -207,7 +211,7 @@ def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
             mix = weights.formats(format if format == "int4" else None)
             for name, p in gpt.named_parameters():
                 start = 0
-                for part, rows in mix.get(name, ((format, len(p)),)) if p.dim() == 2 else ():
+                for part, rows in mix.get(name, ((format, len(p)),)) if has_format(name, tuple(p.shape)) else ():
                     some = p[start : start + rows]
                     some.copy_(torch.from_numpy(native.unpack(weights=some.numpy(), format=part)))
                     start += rows
@@ -217,7 +221,9 @@ def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
         config = EngineConfig(max_num_seqs=1, threads=1, **options)
         engine = registry.build(ENGINES["native"], replace(weights, dtype=dtype), config, "cpu")
         found = to_numpy(engine.extend(StepBatch([engine.open()], ids, [len(ids)], [len(ids)])))
-        return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+        squares = np.mean((found - expected) ** 2, axis=1)
+        mean = np.mean(squares) if weights.config.experts is None else np.median(squares)  # another expert's output
+        return float(np.sqrt(mean) / expected.std()) / (1 if weights.config.experts is None else 2)
 
     for name, limit in WEIGHTS.items():
         options = {"quantization": name} if name in ("int8", "int4") else {"dtype": name}

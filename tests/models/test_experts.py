@@ -155,7 +155,7 @@ def test_what_is_not_chosen_has_no_influence(static: bool) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, static: bool) -> None:
     mlp = mlp_of()
     mlp.static_shapes = static

@@ -27,7 +27,7 @@ CHUNK = 64
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """Return the chosen experts, (N, k) int64 in ascending order, and their weights, (N, k) float32.
 
-    Of equal logits, that of the lower index is chosen. If a logit is NaN, all weights of its token are.
+    Of equal logits, that of the lower index is chosen. If a logit is not finite, the weights of its token are NaN.
 
     Args:
         logits: of the router, (N, E).
@@ -39,7 +39,7 @@ def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     weights = logits.softmax(-1).gather(-1, chosen)
     if experts.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights * experts.scale
+    return chosen, weights * experts.scale + (logits * 0.0).sum(-1, keepdim=True)
 
 
 class Stack(nn.Module):
