@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from helpers.engines import GREEDY, generate, make_core, make_engine, naive_greedy, prompt
 from helpers.errors import refuses
-from helpers.models import TINY, make_model, make_weights
-from nanoinfer.config import Experts, LayerKind, ModelConfig
+from helpers.models import CHARS, TINY, make_model, make_weights
+from nanoinfer import LLM
+from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
 from nanoinfer.models import experts as experts_module
+from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.experts import ExpertMLP, route
 from nanoinfer.models.layers import ACTIVATIONS
 from nanoinfer.models.parameters import initialize, num_parameters, shapes
+from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.models.truncate_layers import truncate_layers
 
 EXPERTS = Experts(count=5, per_token=2, width=12, normalize=True, scale=1.5, shared_width=7, shared_gate=True)
@@ -175,3 +180,19 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> N
     for chunk in (2048, 5):
         core = make_core(engine, max_num_batched_tokens=chunk)
         assert generate(core, prompts, [GREEDY] * 3) == expected
+
+
+@pytest.mark.parametrize("engine", ["static", "native"])
+def test_a_router_that_is_not_finite_ends_the_sequence_with_an_error(engine: str, tmp_path: Path) -> None:
+    layers = (LayerKind(rotary=Rotary(8), experts=True),) * 2
+    config = replace(
+        ALL, family="mixtral", norm="rms", bias=False, learned_positions=False, tie_word_embeddings=False,
+        layers=layers, experts=Experts(5, 2, 12, normalize=True),
+    )  # fmt: skip
+    weights = make_weights(config)
+    tensors = dict(weights.read())
+    tensors["transformer.h.1.mlp.router.weight"].values[3] = np.nan
+    huggingface.save(replace(weights, read=lambda: iter(tensors.items())), tmp_path, char_to_json(CHARS))
+    (output,) = LLM(str(tmp_path), engine=engine, dtype="float32").generate(["ab"], GREEDY)
+    assert output.outputs[0].finish_reason == "error"
+    assert "the model's largest logit is nan" in str(output.outputs[0].error)

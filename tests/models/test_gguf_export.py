@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 from helpers.families import CASES, GGUF_CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
 from helpers.gguf_files import convert  # noqa: E402
+from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
 from nanoinfer.models.checkpoints import gguf, gguf_export  # noqa: E402
 from nanoinfer.models.checkpoints.gguf_file import read_gguf  # noqa: E402
@@ -117,6 +118,25 @@ def test_a_file_in_float32_is_the_same_model(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(ours[name].float32(), tensor.float32(), rtol=0, atol=2e-7 if shifted else 0)
     for name in ours.keys() - expected.keys():
         assert not ours[name].float32().any() or name == "lm_head.weight"
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K_M"])
+def test_experts_in_blocks_run_on_native_as_they_are(format: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The first token of the file's values; native rounds activations to 8 bits, which changes later ones."""
+    size = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 4, "num_hidden_layers": 2}
+    monkeypatch.setitem(CASES, "mixtral-wide", ("MixtralConfig", size | {"num_attention_heads": 4}))
+    make_family("mixtral-wide", tmp_path / "hf")
+    found = export(load_model(str(tmp_path / "hf")), tmp_path / "a.gguf", format)
+    formats = {name.rpartition(".mlp.")[2]: parts for name, parts in found.weights.block_formats.items()}
+    few = {"Q4_K_M": "q4_k"}.get(format, format.lower())
+    assert formats["experts.c_gate.weight"] == ((few, 1024),)
+    assert "router.weight" not in formats
+    prompt, outputs = [{"prompt_token_ids": [5, 9, 11]}], []
+    for engine in ("native", "static"):
+        llm = LLM(str(tmp_path / "a.gguf"), engine=engine, dtype="float32")
+        outputs.append(llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)))
+    ours, theirs = (output[0].outputs[0] for output in outputs)
+    assert ours.token_ids == theirs.token_ids
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -112,7 +112,7 @@ FOREIGN: dict[str, Foreign] = {
     "data_parallel_size": _only([1], *_ONE_DEVICE),
     "distributed_executor_backend": _only([None, "uni"], *_ONE_DEVICE),
     "disable_custom_all_reduce": _only([False, True], "one device computes"),
-    "enable_expert_parallel": _only([False], "models here have no experts"),
+    "enable_expert_parallel": _only([False], "one device computes all experts"),
     "gpu_memory_utilization": Foreign(
         "0.5 to 1; on a CPU any",
         _shares_memory,
