@@ -124,7 +124,9 @@ def test_greedy_tokens_equal_the_naive_loop(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: install g++")
-@pytest.mark.parametrize("case", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "case", ["llama", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("gemma3", "qwen3_moe-mixed"))]
+)
 def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
     case: str, folder_of: Callable[[str], Path], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
