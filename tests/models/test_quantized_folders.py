@@ -454,5 +454,5 @@ def test_a_quantized_tensor_stands_for_a_stored_one(llama: Path, tmp_path: Path)
     assert isinstance(tensor, QuantizedTensor)
     whole = tensor.read().values
     np.testing.assert_array_equal(tensor.t().read().values, whole.T)
-    np.testing.assert_array_equal(np.concatenate([half.read().values for half in tensor.halves()]), whole)
+    np.testing.assert_array_equal(np.concatenate([part.read().values for part in tensor.equal_parts(2)]), whole)
     assert type(found["model.norm.weight"]) is StoredTensor

@@ -14,6 +14,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf, hf_config, huggingface, nanochat, nanogpt
 from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
+from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
 from nanoinfer.roofline.formats import WeightFormat, mixed
@@ -49,20 +50,24 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
     if preset in PRESETS:
         return PRESETS[preset], None
     if preset == name and (path := _path(name)) is not None:
-        quantized = path.is_dir() and hf_config.quantization(path / "config.json") is not None
-        if is_gguf(path) or quantized:
-            weights = huggingface.open_folder(path) if quantized else gguf.open_file(path)[0]
-            return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
+        if is_gguf(path):
+            return _stored(gguf.open_file(path)[0])
         if (checkpoint := nanochat.find(path)) is not None:
             return nanochat.open_checkpoint(checkpoint).config, None
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config, None
+        if path.is_dir() and hf_config.quantization(path / "config.json") is not None:
+            return _stored(huggingface.open_folder(path))
         if path.is_dir():
             return hf_config.read(path / "config.json"), None
     raise NanoinferError(
         f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
         " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
     )
+
+
+def _stored(weights: Weights) -> tuple[ModelConfig, WeightFormat | None]:
+    return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
 
 
 def _path(name: str) -> Path | None:

@@ -82,10 +82,10 @@ class QuantizedTensor(StoredTensor):
         rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
         return self.format if rows else None
 
-    def halves(self) -> tuple[StoredTensor, StoredTensor]:
-        """As `StoredTensor.halves`."""
-        upper = replace(self, shape=(self.shape[0] // 2, *self.shape[1:]))
-        return upper, replace(upper, first=self.first + upper.shape[0])
+    def equal_parts(self, count: int) -> list[StoredTensor]:
+        """As `StoredTensor.equal_parts`."""
+        shape = (self.shape[0] // count, *self.shape[1:])
+        return [replace(self, shape=shape, first=self.first + i * shape[0]) for i in range(count)]
 
     def read(self) -> HostTensor:
         """Return a `BlockMatrix` if the matrix has a `block_format`, else the values in float32.
