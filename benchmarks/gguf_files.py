@@ -28,6 +28,9 @@ from nanoinfer._native import ReadBuffer
 from vs_llamacpp import LlamaCpp, Native
 
 from nanoinfer import LLM
+from nanoinfer.roofline.arithmetic import decode as decode_cost
+from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.shapes import find_model
 from nanoinfer.utils.environment import num_cpus
 
 PROMPT, LONG, STEPS = 1000, 4000, 32
@@ -57,7 +60,8 @@ def decode(system: Native | LlamaCpp, batch: int, context: int, steps: int) -> t
 def speeds(path: str, rounds: int, llama_bench: str | None, *, long: bool) -> dict[str, dict[str, float]]:
     """Return medians: case -> system -> figure."""
     native, llama = Native(path, max(BATCHES), LONG + 2 * LENGTH), LlamaCpp(path, 1, LENGTH)
-    num_bytes = native.engine._decoder.weight_bytes
+    config, format = find_model(path)
+    num_bytes = decode_cost(config, format or FORMATS["float32"]).model.bytes(1, LENGTH)
     buffer = ReadBuffer(num_bytes=num_bytes // 64 * 64, threads=num_cpus())
     times: Times = defaultdict(list)
     for batch in BATCHES:

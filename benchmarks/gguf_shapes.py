@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import Experts, ModelConfig
 from nanoinfer.models.checkpoints import gguf_export
 from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer
 from nanoinfer.models.checkpoints.weights import Weights
@@ -30,11 +30,19 @@ from nanoinfer.models.presets import PRESETS
 FORMATS = {"Q4_K_M": 15, "Q6_K": 18, "Q8_0": 7, "IQ4_XS": 30}
 """Formats of whole files, and llama.cpp's numbers of them."""
 ROWS = 32
+SHAPES = PRESETS | {
+    # Qwen3-30B-A3B: its widths and its 8 experts a token, with 12 of 48 layers and 64 of 128 experts
+    "qwen3-30b-a3b-cut": replace(
+        PRESETS["qwen3-4b"], n_embd=2048, n_layer=12, n_head=32, num_kv_heads=4, head_size=128, family="qwen3_moe",
+        layers=tuple(replace(kind, experts=True) for kind in PRESETS["qwen3-4b"].layers[:12]),
+        experts=Experts(64, 8, 768, normalize=True), tie_word_embeddings=False,
+    ),
+}  # fmt: skip
 
 
 def format_of(name: str, shape: tuple[int, ...], file_format: str, config: ModelConfig) -> str:
     """Return the format that llama.cpp's quantizer gives a tensor: ("blk.0.attn_v.weight", ...) -> "Q6_K"."""
-    if len(shape) == 1 or file_format in ("Q8_0", "Q4_K_M"):
+    if len(shape) == 1 or file_format in ("Q8_0", "Q4_K_M") or "_exps" in name or "_inp" in name:
         return gguf_export.format_of(name, shape, file_format, config)
     part = name.split(".")[-2]
     if file_format == "Q6_K" or part == ("token_embd" if config.tie_word_embeddings else "output"):
@@ -66,7 +74,7 @@ def write(path: Path, shape: str, file_format: str) -> None:
     """Write a file. The metadata is that of `nanoinfer export` for the same shape with one layer."""
     import gguf
 
-    config = PRESETS[shape]
+    config = SHAPES[shape]
     small = replace(config, n_layer=1, layers=config.layers[:1])
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         one = Path(folder) / "one.gguf"
@@ -85,10 +93,11 @@ def write(path: Path, shape: str, file_format: str) -> None:
         tensors = [(t.name, tuple(map(int, reversed(t.shape))), np.array(t.data)) for t in reader.tensors]
         for name, dims, values in _repeated(tensors, config.n_layer):
             format = format_of(name, dims, file_format, config)
-            if len(dims) == 1:
+            if format == "F32":
                 writer.add_tensor(name, values)
                 continue
-            rows = np.resize(blocks_of(format, dims[1]), (dims[0], blocks_of(format, dims[1]).shape[1]))
+            blocks = blocks_of(format, dims[-1])
+            rows = np.resize(blocks, (*dims[:-1], blocks.shape[1]))
             writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -112,7 +121,7 @@ def main() -> None:
     """Write the files that do not exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", action="append", choices=list(PRESETS), required=True)
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), required=True)
     parser.add_argument("--format", action="append", choices=list(FORMATS), required=True)
     given = parser.parse_args()
     for shape in given.shape:

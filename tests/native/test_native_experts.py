@@ -11,6 +11,7 @@ import torch
 
 from helpers.models import TINY, load_gpt, make_weights
 from nanoinfer.config import EngineConfig, EngineLimits, Experts, LayerKind, ModelConfig
+from nanoinfer.engines import native
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import hf_config, packed
@@ -72,6 +73,18 @@ def test_a_packed_folder_gives_the_same_bits(
     full = logits(engine_of(weights))
     error = np.abs(expected - full).max() / np.abs(full).max()
     assert (error == 0) if quantization is None else (0 < error < 0.5)
+
+
+def test_a_mapped_file_that_memory_cannot_hold_is_said_to_be_read_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed.write_folder(make_weights(), tmp_path / "packed", "float32", None, threads=1)
+    mapped = packed.open_folder(tmp_path / "packed")
+    engine_of(mapped)
+    assert "from disk" not in caplog.text
+    monkeypatch.setattr(native, "free_memory", lambda device: 100)
+    engine_of(mapped)
+    assert "has 0.0 GiB of weights, but 0.0 GiB of memory are free: steps read the others from disk" in caplog.text
 
 
 def test_a_router_that_is_not_finite_spoils_only_its_token() -> None:

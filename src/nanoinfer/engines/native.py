@@ -10,6 +10,7 @@ softmax and the residual stream are float32.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
@@ -27,6 +29,8 @@ from nanoinfer.models.checkpoints.weights import Weights, parts
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import BlockMatrix, FileBlocks
+
+log = logging.getLogger("nanoinfer")
 
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
@@ -69,6 +73,7 @@ class NativeEngine(Sequences):
 
     def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
+            self._warn_of_disk(weights)
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
             for name, values in weights.vectors():
@@ -85,6 +90,15 @@ class NativeEngine(Sequences):
                     del part
                 del tensor  # before the next one is read
         self._decoder.check_loaded()
+
+    def _warn_of_disk(self, weights: PackedWeights) -> None:
+        """Log a warning if a mapped file has more weights than fit in memory: steps then read from disk."""
+        size, free = sum(array.nbytes for array in weights.arrays.values()), free_memory("cpu")
+        if size > free:
+            log.warning(
+                "%s has %.1f GiB of weights, but %.1f GiB of memory are free: steps read the others from disk, at its"
+                " speed", weights.folder, size / 2**30, free / 2**30,
+            )  # fmt: skip
 
     @property
     def isa(self) -> str:
