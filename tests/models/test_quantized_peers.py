@@ -81,8 +81,10 @@ def test_bitsandbytes(kind: str, nested: bool, tmp_path: Path) -> None:
     Rows are whole blocks: bitsandbytes 0.50.2 dequantizes others wrongly on a CPU with AVX-512.
     """
     logging.disable(logging.WARNING)  # the package warns that others are missing
-    functional = pytest.importorskip("bitsandbytes.functional")
-    logging.disable(logging.NOTSET)
+    try:
+        functional = pytest.importorskip("bitsandbytes.functional")
+    finally:
+        logging.disable(logging.NOTSET)
     packed, state = functional.quantize_4bit(matrix(128), blocksize=64, quant_type=kind, compress_statistics=nested)
     tensors = {"weight": packed} | {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
     found = values(tmp_path, tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True})
