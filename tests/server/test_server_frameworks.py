@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from shutil import which
 
@@ -105,9 +104,7 @@ def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> N
     for name, arguments in found["calls"]:
         assert matches(arguments, SCHEMAS[name]), arguments
     assert found["answer"]
-    texts = found["stream"]  # on a busy machine a chunk has several tokens, or all
-    assert texts[-1] == found["answer"]
-    assert all(text.startswith(before) for before, text in pairwise(texts))
+    assert found["stream"][-1] == found["answer"]  # of chunks with one token each, or several on a busy machine
     assert found["structured"]
     for order in found["structured"]:
         assert matches(order, ORDER), order
