@@ -41,8 +41,9 @@ from nanoinfer.kernels.triton import attention as attentions
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton import tiles as triton_tiles
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Norm, Pages
+from nanoinfer.kernels.triton.epilogue import GELU_TANH, Epilogue, Pages
 from nanoinfer.kernels.triton.quantize import dense, dequantize, pack_int4, pack_int8
+from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling.verify_cost import verify_ratio
@@ -212,7 +213,7 @@ def product_row(kind: str, name: str, config: ModelConfig, rows: int, device: st
         norm = Norm(1 + 0.1 * randn(k, dtype=dtype), randn(k, dtype=dtype), 1e-5) if normed else None
         bias = randn(n, dtype=dtype) if kind != "head" else None
         gelu, store = GELU_TANH if kind == "mlp_fc" else 0, pages if kind == "qkv" else None
-        return weight, norm, Epilogue(bias, gelu=gelu, residual=out if projects else None, store=store)
+        return weight, norm, Epilogue(bias, gelu, residual=out if projects else None, store=store)
 
     layers = [one_of_a_layer(i == 0) for i in range(turns)]
 

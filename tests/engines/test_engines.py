@@ -37,7 +37,6 @@ from helpers.engines import (
     slow_if_interpreted,
 )
 from helpers.environment import INTERPRETED
-from helpers.errors import refuses
 from helpers.models import TINY, make_folder, make_limits, make_model, submit
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig
@@ -415,7 +414,7 @@ def test_attention_of_every_engine_runs_on_the_backends_that_are_chosen(
 # Frames -----------------------------------------------------------------------------------------------------
 
 FRAMES = {
-    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 12, "cuda_graph": 6, "triton": 9, "native": 3,
+    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 12, "cuda_graph": 6, "triton": 10, "native": 3,
 }  # fmt: skip
 """Python frames of this package, from Core.step to what computes (LLM.generate is one more): a matrix product of
 PyTorch's, a compiled block, the replay of a graph, the launch of a kernel, the call into C++."""
@@ -457,25 +456,3 @@ def test_few_frames_from_a_step_to_what_computes(name: str, monkeypatch: pytest.
         monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
     core.step()
     assert max(depths) == FRAMES[name]
-
-
-def test_an_engine_for_gpt2_refuses_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama = replace(TINY, family="llama", norm="rms")
-    every = {name: replace(spec, gpt2_only=name != "dynamic") for name, spec in registry.ENGINES.items()}
-    monkeypatch.setattr(registry, "ENGINES", every)
-    options = EngineConfig(engine="static")
-    assert registry.resolve(options, "cpu", "float32", TINY).name == "static"
-    assert registry.resolve(options, "cpu", "float32").name == "static"
-    refuses(
-        lambda: registry.resolve(options, "cpu", "float32", llama),
-        "engine='static' cannot run: it runs only gpt2 models, and this is a llama model: use engine=dynamic",
-    )
-    assert registry.resolve(EngineConfig(), "cpu", "float32", llama).name == "dynamic"
-    refuses(
-        lambda: registry.resolve(EngineConfig(quantization="int8"), "cpu", "float32", llama),
-        "no engine supports a model of family llama and quantization='int8' with dtype=float32 on cpu",
-    )
-
-
-def test_only_triton_is_for_gpt2_alone() -> None:
-    assert [spec.name for spec in registry.ENGINES.values() if spec.gpt2_only] == ["triton"]

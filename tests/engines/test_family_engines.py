@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 
 from helpers import families
 from helpers.engines import generate, make_engine, naive_greedy
-from helpers.errors import refuses
 from helpers.families import CASES
 from helpers.models import TINY, make_limits, make_weights
 from nanoinfer import LLM, SamplingParams
@@ -42,7 +41,7 @@ from nanoinfer.utils.arrays import to_numpy
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 REPEATING = [4, 8, 15, 16, 23, 42] * 6
-RUNGS = [spec.name for spec in ENGINES.values() if not spec.gpt2_only]
+RUNGS = [name for name in ENGINES if name != "triton"]  # tests/gpu/test_triton_families.py
 FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
 FIRST = [case for case in CASES if "-" not in case]
 """A case of each family, and llama3."""
@@ -272,13 +271,3 @@ def test_a_step_copies_nothing_from_the_host(gpt_of: Callable[[str], GPT], monke
 def test_every_family_has_a_case(folder_of: Callable[[str], Path]) -> None:
     found = {open_folder(folder_of(case)).config.family for case in CASES}
     assert found == FAMILIES.keys() - {"gpt2"}  # the other tests are GPT-2's
-
-
-def test_an_engine_for_gpt2_names_the_family(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.ENGINES, "static", replace(ENGINES["static"], gpt2_only=True))
-    refuses(
-        lambda: LLM(str(folder_of("qwen3")), engine="static"),
-        "engine='static' cannot run: it runs only gpt2 models, and this is a qwen3 model: use engine=native",
-    )
-    monkeypatch.setitem(registry.ENGINES, "native", replace(ENGINES["native"], gpt2_only=True))
-    assert LLM(str(folder_of("qwen3")), dtype="float32").engine_name == "dynamic"

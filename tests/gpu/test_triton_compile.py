@@ -17,6 +17,7 @@ from helpers.environment import TESTS
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+OTHERS = ("product_rows", "attention", "join_parts", "begin", "norm")
 SHARED_BYTES = {75: 64 << 10, 80: 99 << 10, 90: 99 << 10}
 """8.0 and 9.0 have more; 8.6, 8.9 and 12.0 do not."""
 CASES = [
@@ -25,11 +26,14 @@ CASES = [
 ]  # fmt: skip
 
 
-def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]:
+def compiled(capability: int, formats: str, widths: str, layers: str = "gpt2") -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = TESTS / "helpers" / "compile_triton.py"
     run = subprocess.run(
-        [sys.executable, script, str(capability), formats, widths], env=environment, capture_output=True, text=True
+        [sys.executable, script, str(capability), formats, widths, layers],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
@@ -39,8 +43,19 @@ def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]
 @pytest.mark.parametrize("capability, formats, widths", CASES)
 def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) -> None:
     kernels = compiled(capability, formats, widths)
-    names = {k["kernel"] for k in kernels}
-    assert names >= {f"{name}_kernel" for name in ("product", "attention", "join_parts", "begin", "norm")}
+    assert {k["kernel"] for k in kernels} >= {f"{name}_kernel" for name in ("product", *OTHERS)}
+    check(kernels, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability, formats", [(90, "bfloat16,int4"), (80, "float16")])
+def test_kernels_of_other_families_compile_and_stream(capability: int, formats: str) -> None:
+    kernels = compiled(capability, formats, "768", "llama")
+    assert {k["kernel"] for k in kernels} >= {f"{name}_kernel" for name in ("product", "heads", *OTHERS)}
+    check(kernels, capability)
+
+
+def check(kernels: list[dict[str, Any]], capability: int) -> None:
     for k in kernels:
         operations: dict[str, int] = k["operations"]
         if capability >= 80:  # before, Triton has no tensor cores: some products spill

@@ -14,8 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from nanoinfer.kernels.triton import launch, products, tiles
-from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Pages, product
+from nanoinfer.kernels.triton.attention import Scores, attention
+from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU2, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.heads import store_heads
+from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.tiles import Tile, attention_splits, even_outputs, product_tile, square_blocks
@@ -87,6 +89,30 @@ def test_products_with_everything_around_them(name: str, rows: int, n: int, k: i
     for gelu, reference in ((0, sums), (GELU_TANH, F.gelu(sums, approximate="tanh")), (GELU_ERF, F.gelu(sums))):
         product(x.to(device), on(device, weight), out, norm, Epilogue(bias.to(device), gelu), tile)
         check(out, reference, 1.2 * magnitude, UNIT[torch.float32 if rows == 1 else weight.operand])
+
+
+@pytest.mark.parametrize("rows, splits", [(1, 1), (3, 1), (3, 4)])
+def test_rms_norm_and_the_epilogues_of_other_families(rows: int, splits: int, device: str) -> None:
+    n, k = 33, 101
+    x, w, bias, gain = draw(rows, k), draw(n, k, seed=1), draw(n), draw(k, seed=2)
+    gate, weight, tile = draw(rows, n, seed=4), on(device, dense(w)), Tile(16, 64, 4, 2, splits)
+    normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-3)
+    sums = normed @ w.double().T + bias
+    magnitude = normed.abs() @ w.abs().double().T + bias.abs() + normed.abs().amax(1, keepdim=True)
+    norm, unit = Norm(gain.to(device), None, 1e-3, rms=True), UNIT[torch.float32]
+    out = torch.empty(rows, n, device=device)
+    for activation, expected, size in (
+        (SILU, F.silu(sums), magnitude),
+        (RELU2, F.relu(sums).square(), 2 * magnitude.square()),
+    ):
+        product(x.to(device), weight, out, norm, Epilogue(bias.to(device), activation), tile)
+        check(out, expected, 1.2 * size, unit)
+    out = gate.clone().to(device)
+    product(x.to(device), weight, out, norm, Epilogue(bias.to(device), residual=out, scale=0.3), tile)
+    check(out, gate + 0.3 * sums, magnitude + gate.abs(), unit)
+    out = gate.clone().to(device)
+    product(x.to(device), weight, out, norm, Epilogue(bias.to(device), residual=out, gates=True), tile)
+    check(out, gate * sums, magnitude * gate.abs(), unit)
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4"])
@@ -202,6 +228,66 @@ def test_products_refuse_what_does_not_fit() -> None:
         assert words in str(caught.value)
 
 
+# Heads ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("rotated, each", [(0, False), (6, False), (10, True)])
+def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: bool, device: str) -> None:
+    """each: whether every head has angles of its own. Five heads of queries share two of keys and values."""
+    H, K, D, R, n, block_len = 5, 2, 10, 2, 3, 4
+    table, pos = torch.tensor([[3, 1, 6], [2, 5, 0]]), torch.tensor([[2, 3, 4], [9, 10, 11]])
+    qkv, gain, shift = draw(R * n, (H + 2 * K) * D), draw(2, D, seed=1), draw(2, D, seed=2)
+    q, k, v = (y.unflatten(1, (-1, D)).double() for y in qkv.split((H * D, K * D, K * D), 1))
+    of_heads = None
+    if norm != "none":
+        rms = norm == "rms"
+        of_heads = Norm(gain.to(device), None if rms else shift.to(device), 1e-2, rms)
+        g, s = gain.double(), shift.double()
+        q, k = (F.rms_norm(y, (D,), g[i], 1e-2) if rms else F.layer_norm(y, (D,), g[i], s[i], 1e-2)
+                for i, y in enumerate((q, k)))  # fmt: skip
+    angles = None
+    if rotated:
+        cos, sin = (draw(R, n, H + K if each else 1, rotated, seed=seed) for seed in (3, 4))
+        angles = cos.to(device), sin.to(device)
+        c, s, half = cos.flatten(0, 1).double(), sin.flatten(0, 1).double(), rotated // 2
+        both = torch.cat((q, k), 1)
+        turned = torch.cat((both[..., half:rotated], both[..., :half]), -1)
+        both = torch.cat((both[..., :rotated] * c + turned * s, both[..., rotated:]), -1)
+        q, k = both[:, :H], both[:, H:]
+    keys, values = torch.full((2, 7, K, block_len, D), 7.0, device=device)
+    out = torch.empty(R * n, H * D, device=device)
+    pages = Pages(keys, values, table.to(device), pos.to(device))
+    store_heads(qkv.to(device), out, pages, of_heads, angles)
+    torch.testing.assert_close(out.cpu().double(), q.flatten(1), rtol=0, atol=2e-5)
+    want_k, want_v = torch.full((2, 7, K, block_len, D), 7.0)
+    for m, p in enumerate(pos.flatten().tolist()):
+        block = int(table[m // n, p // block_len])
+        want_k[block, :, p % block_len], want_v[block, :, p % block_len] = k[m], v[m]
+    torch.testing.assert_close(keys.cpu(), want_k, rtol=0, atol=2e-5)
+    torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=0)
+
+
+def test_heads_refuse_what_does_not_fit() -> None:
+    keys, pos = torch.zeros(1, 2, 8, 4), torch.zeros(1, 3, dtype=torch.int64)
+    pages, qkv, out = (
+        Pages(keys, keys, torch.zeros(1, 1, dtype=torch.int64), pos),
+        torch.zeros(3, 28),
+        torch.zeros(3, 12),
+    )
+    angle = torch.zeros(1, 3, 1, 4)
+    for bad, o, angles, words in (
+        (torch.zeros(3, 27), out, None, "qkv of shape (3, 27)"),
+        (torch.zeros(2, 28), torch.zeros(2, 12), None, "3 positions"),
+        (torch.zeros(28, 3).T, out, None, "qkv is not contiguous"),
+        (qkv, out, (angle[:, :2], angle[:, :2]), "cos of"),
+        (qkv, out, (torch.zeros(1, 3, 1, 6), torch.zeros(1, 3, 1, 6)), "cos of"),
+    ):
+        with pytest.raises(ValueError, match=r"need|contiguous") as caught:
+            store_heads(bad, o, pages, None, angles)
+        assert words in str(caught.value)
+
+
 # Attention -----------------------------------------------------------------------------------------------
 
 
@@ -245,6 +331,31 @@ def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, bloc
     again = torch.empty_like(out)
     attention(q.to(device), pages, context, again, splits, ahead=torch.zeros(1001, device=device))
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("n, splits", [(1, 1), (1, 4), (5, 2), (40, 2)])
+@pytest.mark.parametrize(
+    "scores", [Scores(window=7), Scores(window=100), Scores(0.11, 2.5), Scores(softcap=3.0, window=64)]
+)
+@pytest.mark.slow_if(lambda n, scores, device: device == "cpu" and n > 1 and scores.window != 7)
+def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: Scores, device: str) -> None:
+    """Three heads of queries share each head of keys; rows of 9 and 300 positions before the new tokens."""
+    H, K, D, R, length = 6, 2, 12, 2, 350
+    keys, values = draw(R, K, length, D), draw(R, K, length, D, seed=1)
+    pos = torch.tensor([[9], [300]]) + torch.arange(n)
+    q = draw(R * n, H * D, scale=2.0)
+    out = torch.empty(R * n, H * D, device=device)
+    slots = torch.tensor([[0], [1]], device=device)
+    attention(q.to(device), Pages(keys.to(device), values.to(device), slots, pos.to(device)), 345, out, splits,
+              scores=scores)  # fmt: skip
+    scale = D**-0.5 if scores.scale is None else scores.scale
+    for m, p in enumerate(pos.flatten().tolist()):
+        first = 0 if scores.window is None else max(0, p + 1 - scores.window)
+        k, v = (y[m // n, :, first : p + 1].double().repeat_interleave(H // K, 0) for y in (keys, values))
+        s = (q[m].view(H, 1, D).double() @ k.transpose(1, 2)) * scale
+        if scores.softcap is not None:
+            s = scores.softcap * torch.tanh(s / scores.softcap)
+        torch.testing.assert_close(out[m].view(H, D).cpu().double(), (s.softmax(-1) @ v)[:, 0], rtol=0, atol=1e-5)
 
 
 def test_attention_survives_scores_without_end(device: str) -> None:

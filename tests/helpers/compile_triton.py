@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a GPU that is not here, through their own launchers, and say what came out.
 
-    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS     e.g. 90 bfloat16,int4 768,1600
+    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS [LAYERS]     e.g. 90 bfloat16,int4 768,1600 llama
 
 It prints one JSON line a kernel. Every launch is turned into a compilation with the very specialisations of a real one.
 TRITON_INTERPRET must not be set.
@@ -25,8 +25,10 @@ from triton.runtime.jit import JITFunction
 from nanoinfer.kernels.triton import attention as attention_module
 from nanoinfer.kernels.triton import launch
 from nanoinfer.kernels.triton import products as products_module
-from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Pages, product
+from nanoinfer.kernels.triton.attention import Scores, attention
+from nanoinfer.kernels.triton.epilogue import GELU_TANH, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.heads import store_heads
+from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
@@ -130,7 +132,7 @@ def compile_layer(name: str, C: int, rows: int) -> None:
     product(x, weight(name, 3 * C, C), q, norm, Epilogue(bias, store=pages))
     attention(q, pages, context, q)
     product(q, weight(name, C, C), x, None, Epilogue(bias, residual=x))
-    product(x, weight(name, 4 * C, C), h, norm, Epilogue(bias, gelu=GELU_TANH))
+    product(x, weight(name, 4 * C, C), h, norm, Epilogue(bias, activation=GELU_TANH))
     product(h, weight(name, C, 4 * C), x, None, Epilogue(bias, residual=x))
     layer_norm(x, norm, q)
     product(q, weight(name, 50257, C), torch.empty(rows, 50257))
@@ -139,9 +141,33 @@ def compile_layer(name: str, C: int, rows: int) -> None:
         attention(q, pages, context, q)
 
 
+def compile_llama(name: str, C: int, rows: int) -> None:
+    """Launch a layer of Llama's kind, and what other families have in it: norms of heads, a window, a soft cap."""
+    H, D, F = C // 64, 64, 4 * C
+    K = H // 4 if H % 4 == 0 else H // 5
+    dtype = weight(name, 1, 64).operand
+    x, q, h = torch.empty(rows, C), torch.empty(rows, C, dtype=dtype), torch.empty(rows, F, dtype=dtype)
+    keys, pos = torch.empty(rows, K, 1040, D, dtype=dtype), torch.zeros(rows, 1, dtype=torch.int64)
+    pages = Pages(keys, keys, torch.zeros(rows, 1, dtype=torch.int64), pos)
+    norm = Norm(torch.empty(C, dtype=dtype), None, 1e-5, rms=True)
+    one, angles = torch.zeros(rows, dtype=torch.int64), (torch.empty(rows, 1, 1, D), torch.empty(rows, 1, 1, D))
+    begin(pos, one, one, one, one, torch.empty(9, C, dtype=dtype), None, 1024, pos, x, 12.5)
+    qkv = torch.empty(rows, (H + 2 * K) * D, dtype=dtype)
+    product(x, weight(name, (H + 2 * K) * D, C), qkv, norm)
+    store_heads(qkv, q, pages, None, angles)
+    store_heads(qkv, q, pages, Norm(torch.empty(2, D, dtype=dtype), None, 1e-5, rms=True), angles)
+    for scores in (None, Scores(window=256), Scores(softcap=50.0)):
+        attention(q, pages, 1024, q, scores=scores)
+    product(q, weight(name, C, C), x, None, Epilogue(residual=x, scale=0.22))
+    product(x, weight(name, F, C), h, norm, Epilogue(activation=SILU))
+    product(x, weight(name, F, C), h, norm, Epilogue(residual=h, gates=True))
+    layer_norm(x, norm, q)
+
+
 def main() -> None:
     """Compile for one capability and print one JSON line a kernel: what was asked for, and what came out."""
     capability, formats = int(sys.argv[1]), sys.argv[2].split(",")
+    layers = compile_llama if "llama" in sys.argv[4:] else compile_layer
     seen = set()
     for module in (products_module, attention_module):
         module.multiprocessors = lambda device: 132  # type: ignore[attr-defined]
@@ -149,7 +175,7 @@ def main() -> None:
         for C in map(int, sys.argv[3].split(",")):
             for rows in (1, 5, 48, 200) if C == 1600 else (1, 5):
                 with Compiled(capability) as compiled:
-                    compile_layer(name, C, rows)
+                    layers(name, C, rows)
                 for kernel_name, kernel in compiled.kernels:
                     if kernel.hash not in seen:
                         seen.add(kernel.hash)

@@ -85,7 +85,8 @@ def test_the_scheduler_imports_the_interface_of_the_engines_alone() -> None:
 TORCH = {
     "bench/peers", "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
-    "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py",
+    "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
+    "engines/triton_layers.py", "kernels/triton", "kv/slots.py",
     "kv/tensors.py", "models/attention.py", "models/experts.py", "models/gpt.py", "models/gpt_loading.py",
     "models/layers.py", "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
 }  # fmt: skip

@@ -47,7 +47,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         registry.resolve(options, device, resolve_dtype(options.dtype, device))
     loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
-    spec = registry.resolve(options, device, dtype, loaded.config)
+    spec = registry.resolve(options, device, dtype)
     if options.dtype != "auto" and options.quantization is None:  # a dtype is asked for instead of the file's blocks
         loaded.weights = replace(loaded.weights, block_formats={})
     vocab_size = loaded.config.vocab_size

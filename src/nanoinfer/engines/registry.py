@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.config import DTYPES, EngineConfig, EngineLimits, ModelConfig
+from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine
 from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra
@@ -44,8 +44,6 @@ class EngineSpec:
     """Fields of EngineConfig that the engine supports beside those that set its limits. Setting others is an error."""
     module: str | None = None
     """Optional dependency (import name)."""
-    gpt2_only: bool = False
-    """Whether the engine has only GPT-2's layers (`ModelConfig.is_gpt2`). The others run all models."""
     native: bool = False
     """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
     preferred: bool = True
@@ -126,29 +124,24 @@ ENGINES: dict[str, EngineSpec] = {
             memory="padded slots",
             options=("quantization", "graph_memory"),
             module="triton",
-            gpt2_only=True,
             preferred=False,  # not measured yet
         ),
     )
 }
 
 
-def resolve(config: EngineConfig, device: str, dtype: str, model: ModelConfig | None = None) -> EngineSpec:
+def resolve(config: EngineConfig, device: str, dtype: str) -> EngineSpec:
     """Return the engine to use: the requested one, or for `auto` the fastest that supports the configuration.
-
-    Args:
-        model: the model; None: not known yet, so an engine that does not support it may be returned.
 
     Raises:
         NanoinferError: there is no such engine, or it does not support the configuration; the message has the reason.
     """
     if config.engine == "auto":
-        reasons = {s: _why_not(s, config, device, dtype, model) for s in ENGINES.values()}
+        reasons = {s: _why_not(s, config, device, dtype) for s in ENGINES.values()}
         fitting = sorted((s for s, reason in reasons.items() if reason is None), key=lambda s: s.preferred)
         if not fitting:
-            what = "" if model is None or model.is_gpt2 else f"a model of family {model.family} and "
             raise NanoinferError(
-                f"no engine supports {what}quantization={config.quantization!r} with dtype={dtype} on {device}:"
+                f"no engine supports quantization={config.quantization!r} with dtype={dtype} on {device}:"
                 " run `nanoinfer engines` to see what each supports"
             )
         chosen = fitting[-1]
@@ -161,14 +154,12 @@ def resolve(config: EngineConfig, device: str, dtype: str, model: ModelConfig | 
     if config.engine not in ENGINES:
         raise NanoinferError(f"engine={config.engine!r} is unknown: use auto or one of {', '.join(ENGINES)}")
     spec = ENGINES[config.engine]
-    if (reason := _why_not(spec, config, device, dtype, model)) is not None:
+    if (reason := _why_not(spec, config, device, dtype)) is not None:
         raise NanoinferError(f"engine={spec.name!r} cannot run: {reason}")
     return spec
 
 
-def _why_not(
-    spec: EngineSpec, config: EngineConfig, device: str, dtype: str, model: ModelConfig | None = None
-) -> str | None:
+def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) -> str | None:
     """Return why an engine does not support the configuration, or None."""
     if (reason := spec.unavailable()) is not None:
         return reason
@@ -183,10 +174,6 @@ def _why_not(
         has = name in spec.options and not (name == "graph_memory" and device == "cpu")  # no graphs there
         if not has and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"
-    if spec.gpt2_only and model is not None and not model.is_gpt2:
-        others = [s for s in ENGINES.values() if not s.gpt2_only and _why_not(s, config, device, dtype) is None]
-        remedy = f"use engine={others[-1].name}" if others else "leave out quantization"
-        return f"it runs only gpt2 models, and this is a {model.family} model: {remedy}"
     return None
 
 

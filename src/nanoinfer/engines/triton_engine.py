@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, Rotary
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -33,13 +33,19 @@ from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
+from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of
+from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Pages, product
+from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
+from nanoinfer.kernels.triton.heads import store_heads
+from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
-from nanoinfer.models.gpt import GPT, MLP, LayerNorm
+from nanoinfer.models.attention import soft_cap
+from nanoinfer.models.gpt import GPT, MLP
+from nanoinfer.models.layers import GatedMLP, Rotation
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -67,19 +73,34 @@ class TritonEngine(CudaGraphEngine):
     ) -> None:
         super().__init__(model, limits, config, recorder=recorder)
         quantization, pack = config.quantization, PACK[config.quantization]
-        self._gelu = GELU_TANH if self.config.activation == "gelu_new" else GELU_ERF
+        if quantization is not None and model.config.experts is not None:
+            raise NanoinferError(
+                f"quantization={quantization!r}: engine triton does not quantize experts: leave it out, or use"
+                " engine=native"
+            )
+        self._layers = describe(model)
+        self._activation = ACTIVATIONS[self.config.activation]
+        self._scale = 1.0 if self.config.residual_scale is None else self.config.residual_scale
         self._weights: dict[str, Weight] = {}
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            linears = [cast(nn.Linear, block.get_submodule(name)) for block in model.blocks]
+        dense_mlps = [layer.block for layer in self._layers if layer.mlp is not None]
+        mlp = ("mlp.c_gate", "mlp.c_fc", "mlp.c_proj")[0 if self.config.gated_mlp else 1 :] if dense_mlps else ()
+        for name in ("attn.c_attn", "attn.c_proj", *mlp):
+            blocks = dense_mlps if name in mlp else model.blocks
+            linears = [cast(nn.Linear, block.get_submodule(name)) for block in blocks]
             self._weights[name] = whole = stack([pack(linear.weight) for linear in linears])
-            for layer, linear in enumerate(linears):  # a view of the packed weights, or empty if quantized
-                linear.weight = _frozen(whole.data[layer] if quantization is None else whole.data.new_empty(0))
-        tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe")]
-        for table in tables:
-            table.weight = _frozen(table.weight.contiguous())
-        self._wte, self._wpe = (table.weight for table in tables)
+            for index, linear in enumerate(linears):  # a view of the packed weights, or empty if quantized
+                linear.weight = _frozen(whole.data[index] if quantization is None else whole.data.new_empty(0))
+        self._tables: list[Tensor | None] = [None, None]
+        for i, name in enumerate(("wte", "wpe")):
+            if name in model.transformer:
+                table = cast(nn.Embedding, model.transformer[name])
+                table.weight = _frozen(table.weight.contiguous())
+                self._tables[i] = table.weight
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
+        ones = torch.ones(self.config.n_embd, dtype=self.dtype, device=self.device)
+        self._ln_f = cast(Norm, norm_of(model.transformer["ln_f"], ones, self.config.final_scale))
+        self._ln_e = norm_of(model.transformer["ln_e"], ones) if self.config.embedding_norm else None
         self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
 
     # The step --------------------------------------------------------------------------------------------
@@ -91,11 +112,13 @@ class TritonEngine(CudaGraphEngine):
         x = torch.empty(R * n, C, device=self.device)
         pos = torch.empty(R, n, dtype=torch.int64, device=self.device)
         begin(
-            inputs.given, inputs.start, inputs.count, inputs.slots, self._last, self._wte, self._wpe,
-            self.limits.block_size, pos, x,
+            inputs.given, inputs.start, inputs.count, inputs.slots, self._last, cast(Tensor, self._tables[0]),
+            self._tables[1], self.limits.block_size, pos, x, self.config.embedding_scale,
         )  # fmt: skip
+        if self._ln_e is not None:
+            layer_norm(x, self._ln_e, x)
         self._run_layers(x, pos, inputs.slots, shape.context)
-        norm, hidden = norm_of(self.model.transformer["ln_f"]), x
+        norm, hidden = self._ln_f, x
         if sample is None or R * n > 1:  # one row: the head normalises it
             hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
             layer_norm(x, norm, hidden, None if sample is None else inputs.count)
@@ -108,18 +131,78 @@ class TritonEngine(CudaGraphEngine):
 
     def _run_layers(self, x: Tensor, pos: Tensor, slots: Tensor, context: int) -> None:
         """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n); slots: (R,)."""
-        M, C = x.shape
-        q, y = (torch.empty(M, C, dtype=self.dtype, device=self.device) for _ in range(2))
-        h = torch.empty(M, self.config.mlp_dim, dtype=self.dtype, device=self.device)
-        for layer, block in enumerate(self.model.blocks):
-            pages = Pages(self._cache.k[layer], self._cache.v[layer], slots[:, None], pos)
-            c_attn, attn_proj, c_fc, mlp_proj = (w.layer(layer) for w in self._weights.values())
-            attn, mlp = block.attn, cast(MLP, block.mlp)
-            product(x, c_attn, q, norm_of(block.ln_1), Epilogue(attn.c_attn.bias, store=pages))
-            attention(q, pages, context, y, ahead=c_fc.data)
-            product(y, attn_proj, x, None, Epilogue(attn.c_proj.bias, residual=x))
-            product(x, c_fc, h, norm_of(block.ln_2), Epilogue(mlp.c_fc.bias, gelu=self._gelu))
-            product(h, mlp_proj, x, None, Epilogue(mlp.c_proj.bias, residual=x))
+        rotations = self.model.rotations(pos, torch.float32)
+        q, y = (self._empty(len(x), self.config.attn_dim) for _ in range(2))
+        for index, layer in enumerate(self._layers):
+            pages = Pages(self._cache.k[index], self._cache.v[index], slots[:, None], pos)
+            self._project(index, x, q, pages, rotations)
+            ahead = None if layer.mlp is None else self._weight("mlp.c_fc", layer.mlp).data
+            attention(q, pages, context, y, ahead=ahead, scores=layer.scores)
+            block = layer.block
+            hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
+            attn_proj = self._weight("attn.c_proj", index)
+            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.post_1)
+            hidden = self._begin_mlp(layer, x) if hidden is None else hidden
+            if layer.mlp is None:
+                self._add_to(x, hidden, layer.post_2)
+            else:
+                mlp_proj = self._weight("mlp.c_proj", layer.mlp)
+                self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.post_2)
+
+    def _project(
+        self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]
+    ) -> None:  # fmt: skip
+        """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
+        layer, weight = self._layers[index], self._weight("attn.c_attn", index)
+        attn = layer.block.attn
+        if layer.stores:
+            product(x, weight, q, layer.ln_1, Epilogue(attn.c_attn.bias, store=pages))
+            return
+        qkv = self._empty(len(x), weight.num_outputs)
+        product(x, weight, qkv, layer.ln_1, Epilogue(attn.c_attn.bias))
+        if attn.qk_norm == "whole":
+            start = 0
+            for norm, width in zip((attn.q_norm, attn.k_norm), attn.widths[:2], strict=True):
+                qkv[:, start : start + width] = norm(qkv[:, start : start + width])
+                start += width
+        angles = None if layer.rotary is None else rotations[layer.rotary]
+        store_heads(qkv, q, pages, layer.heads, angles)
+
+    def _begin_mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """Return the hidden layer of the MLP, (M, mlp_dim); of a mixture of experts, its output, (M, C)."""
+        norm = layer.ln_2
+        if norm is not None and (layer.mlp is None or (self.config.gated_mlp and len(x) > 1)):
+            normed = self._empty(*x.shape)  # once for both products
+            layer_norm(x, norm, normed)
+            x, norm = normed, None
+        if layer.mlp is None:
+            return layer.block.mlp(x.to(self.dtype))  # type: ignore[no-any-return]
+        h = self._empty(len(x), self.config.mlp_dim)
+        mlp, c_fc = cast(MLP, layer.block.mlp), self._weight("mlp.c_fc", layer.mlp)
+        if not self.config.gated_mlp:
+            product(x, c_fc, h, norm, Epilogue(mlp.c_fc.bias, self._activation))
+            return h
+        gate = cast(GatedMLP, mlp).c_gate
+        product(x, self._weight("mlp.c_gate", layer.mlp), h, norm, Epilogue(gate.bias, self._activation))
+        product(x, c_fc, h, norm, Epilogue(mlp.c_fc.bias, residual=h, gates=True))
+        return h
+
+    def _add(self, x: Tensor, y: Tensor, weight: Weight, bias: Tensor | None, post: Norm | None) -> None:
+        """Add the norm of a product of y to the residual stream x, (M, C)."""
+        if post is None:
+            product(y, weight, x, None, Epilogue(bias, residual=x, scale=self._scale))
+        else:
+            out = torch.empty_like(x)
+            product(y, weight, out, None, Epilogue(bias))
+            self._add_to(x, out, post)
+
+    def _add_to(self, x: Tensor, y: Tensor, post: Norm | None) -> None:
+        """Add the norm of y to the residual stream x, (M, C)."""
+        if post is not None:
+            normed = torch.empty_like(x)
+            layer_norm(y.contiguous(), post, normed)
+            y = normed
+        x.add_(y, alpha=self._scale)
 
     def _head(self, hidden: Tensor, norm: Norm | None = None) -> Tensor:
         """Return the logits, (M, V) float32, of hidden states, (M, C). norm: applied to them first."""
@@ -128,15 +211,15 @@ class TritonEngine(CudaGraphEngine):
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
         if len(hidden) > 0:
             with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
-                product(hidden.contiguous(), self._head_weight, logits, norm)
-        return logits
+                product(hidden.contiguous(), self._head_weight, logits, norm, Epilogue(self.model.lm_head.bias))
+        return logits if self.config.logits_softcap is None else soft_cap(logits, self.config.logits_softcap)
 
+    def _weight(self, name: str, index: int) -> Weight:
+        """Return one of the stacked weights."""
+        return self._weights[name].layer(index)
 
-def norm_of(module: nn.Module) -> Norm:
-    """Return a layer norm's parameters in the form that the kernels take."""
-    assert isinstance(module, LayerNorm)
-    assert module.weight is not None
-    return Norm(module.weight, module.bias, module.eps)
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:

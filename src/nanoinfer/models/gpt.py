@@ -206,8 +206,7 @@ class GPT(nn.Module):
         """
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
-        rotaries = {kind.rotary for kind in self._kinds if kind.rotary is not None}
-        rotations = {r: self._rotation(r, pos, x.dtype) for r in rotaries}
+        rotations = self.rotations(pos, x.dtype)
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
@@ -216,6 +215,11 @@ class GPT(nn.Module):
                 x = block(x, partial(cast(Attend, attend), layer), by)
         x = parts["ln_f"](x)
         return x if self.config.final_scale is None else x * self.config.final_scale  # type: ignore[no-any-return]
+
+    def rotations(self, pos: Tensor, dtype: torch.dtype) -> dict[Rotary, Rotation]:
+        """Return the rotations of tokens at positions `pos`, int64 of any shape, for all layers that have one."""
+        rotaries = {kind.rotary for kind in self._kinds if kind.rotary is not None}
+        return {rotary: self._rotation(rotary, pos, dtype) for rotary in rotaries}
 
     def _rotation(self, rotary: Rotary, pos: Tensor, dtype: torch.dtype) -> Rotation:
         """Return the rotation of tokens at positions `pos`. What multiplies queries is part of their rotation."""

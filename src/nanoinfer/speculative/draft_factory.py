@@ -140,7 +140,7 @@ class DraftFactory:
         target = self._target
         weights, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
         config = EngineConfig(quantization=quantization)
-        spec = registry.resolve(config, target.device, target.dtype, weights.config)
+        spec = registry.resolve(config, target.device, target.dtype)
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size

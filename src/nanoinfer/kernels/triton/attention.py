@@ -10,18 +10,25 @@ long-context inference", 2023). Parts are merged in order, so the result does no
          merged relative to the largest score
 
 Token i of row r attends to the positions up to and including pos[r, i]. Its own key is in the cache already
-(`Epilogue.store` of products.py). A key's block is looked up in a table, so that the cache can be paged or in slots.
+(`Epilogue.store`, or heads.py). A key's block is looked up in a table, so that the cache can be paged
+or in slots.
+
+Several heads of queries may share one of keys and values. A window limits how far back a token attends: parts and loops
+then begin at the oldest position that a token of the program sees, rounded down to a whole turn.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .epilogue import Pages
 from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
-from .products import INTERPRETED, Pages
+from .products import INTERPRETED
 from .sums import dot
 from .tiles import (
     ATTENTION_BLOCK_Q,
@@ -32,6 +39,29 @@ from .tiles import (
     attention_splits,
     multiprocessors,
 )
+
+LOG2E = 1.4426950408889634
+"""The kernels compute powers of 2: exp(s) = 2**(s * LOG2E)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the scores of a layer are computed."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(D)."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    window: int | None = None
+    """A token attends to this many positions, its own included; None: to all earlier ones."""
+
+
+@triton.jit
+def capped(score, CAP: tl.constexpr):
+    """Return CAP * tanh(score), or the score without a CAP. tanh(s) = 1 - 2 / (1 + exp(2s)) does not overflow."""
+    if CAP != 0.0:
+        score = CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score)))
+    return score
 
 
 @triton.jit
@@ -55,9 +85,9 @@ def load_turn(
 
 @triton.jit
 def attend_one(
-    query, keys, values, table, first, last, base, stride_block, stride_token, scale,
+    query, position, keys, values, table, first, last, base, stride_block, stride_token, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return largest score, sum of exponentials and weighted sum of values of one query, (1, BLOCK_D).
 
@@ -70,8 +100,12 @@ def attend_one(
         k, v = load_turn(
             keys, values, table, start, last, base, stride_block, stride_token, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED
         )
-        score = tl.sum(k.to(tl.float32) * query.to(tl.float32), 1) * scale
-        score = tl.where(start + tl.arange(0, BLOCK_T) < last, score, float("-inf"))
+        score = capped(tl.sum(k.to(tl.float32) * query.to(tl.float32), 1) * scale, CAP)
+        t = start + tl.arange(0, BLOCK_T)
+        seen = t < last
+        if WINDOW > 0:
+            seen = seen & (t > position - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(largest, score)
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # no score yet: avoid inf - inf
         p = tl.exp2(score - origin)
@@ -88,7 +122,7 @@ def attend_one(
 def attend_rows(
     query, position, keys, values, table, first, last, base, stride_block, stride_token, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    PAGED: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    PAGED: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return largest scores, sums of exponentials, (BLOCK_Q,), and weighted sums of values, (BLOCK_Q, BLOCK_D)."""
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -101,7 +135,9 @@ def attend_rows(
         t = start + tl.arange(0, BLOCK_T)
         score = dot(query.to(k.dtype), tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_T), tl.float32), WIDEN)
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
-        score = tl.where(seen, score * scale, float("-inf"))
+        if WINDOW > 0:
+            seen = seen & (t[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, capped(score * scale, CAP), float("-inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # no score yet: avoid inf - inf
         p = tl.exp2(score - origin[:, None])
@@ -118,10 +154,11 @@ def attention_kernel(
     stride_table, stride_block, stride_head, stride_token, scale, ahead_bytes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row * H + head, split, block of tokens). One head of a row's tokens attends to one part of the context.
 
-    Write to `out` if SPLITS is 1, else to `parts`.
+    SHARED: heads of queries for each head of keys. Write to `out` if SPLITS is 1, else to `parts`.
     """
     row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
     if ahead is not None:
@@ -135,23 +172,28 @@ def attention_kernel(
     at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
     query = tl.load(q + at, mask=inside, other=0.0)
     position = tl.load(pos + tokens, mask=queries < num_new, other=-1)
-    base = (head * stride_head).to(tl.int64)
+    base = (head // SHARED * stride_head).to(tl.int64)
     if not PAGED:
         base += tl.load(table + row * stride_table) * stride_block
     position = tl.where(position < context, position, -1)  # padding attends to nothing
     length = tl.max(position, 0).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(length, BLOCK_T), SPLITS) * BLOCK_T
-    first = split * share
+    begin = 0
+    if WINDOW > 0:
+        oldest = tl.min(tl.where(position < 0, context, position), 0).to(tl.int32) - (WINDOW - 1)
+        begin = tl.maximum(oldest, 0) // BLOCK_T * BLOCK_T
+    share = tl.cdiv(tl.cdiv(length - begin, BLOCK_T), SPLITS) * BLOCK_T
+    first = begin + split * share
     last = tl.minimum(first + share, length)
     if BLOCK_Q == 1:
         largest, total, acc = attend_one(
-            query, keys, values, table + row * stride_table, first, last, base, stride_block, stride_token, scale,
-            D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED, STAGES,
+            query, tl.max(position, 0), keys, values, table + row * stride_table, first, last, base, stride_block,
+            stride_token, scale, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED, STAGES, WINDOW, CAP,
         )  # fmt: skip
     else:
         largest, total, acc = attend_rows(
             query, position, keys, values, table + row * stride_table, first, last, base, stride_block, stride_token,
             scale, D, BLOCK_D, BLOCK_LEN, BLOCK_Q, BLOCK_T, PAGED, STAGES, WIDEN,
+            WINDOW, CAP,
         )  # fmt: skip
     if SPLITS == 1:
         total = tl.where(total == 0.0, 1.0, total)
@@ -184,27 +226,31 @@ def join_parts_kernel(
 
 
 def attention(
-    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, ahead: Tensor | None = None
-) -> None:
+    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, ahead: Tensor | None = None,
+    scores: Scores | None = None,
+) -> None:  # fmt: skip
     """Write the attention of new tokens to `out`. Their keys and values are in the cache already.
 
     This is one launch, or two if the context is split.
 
     Args:
-        q: (R * n, H * D) contiguous, any float type. Token i of row r is q[r * n + i], n >= 1.
+        q: (R * n, H * D) contiguous, any float type; H is a multiple of the number of heads of keys. Token i of row r
+            is q[r * n + i], n >= 1.
         pages: one layer's keys and values, and the position of each token.
         context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
         splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
         ahead: weights that a later kernel reads, contiguous. They are brought to the L2 cache meanwhile if the device
             can do so: attention leaves most of the memory's bandwidth unused.
+        scores: scale, soft cap and window; None: GPT-2's.
 
     Raises:
         ValueError: shapes or strides do not match.
     """
     num_rows, num_new = pages.pos.shape
-    _, num_heads, block_len, D = pages.keys.shape
+    _, num_kv_heads, block_len, D = pages.keys.shape
     _check(q, pages, out)
+    num_heads, scores = q.shape[1] // D, scores or Scores()
     bits = 8 * pages.keys.itemsize
     block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), ATTENTION_BLOCK_Q[bits])
     blocks = triton.cdiv(num_new, block_q)
@@ -218,11 +264,12 @@ def attention(
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
     attention_kernel[(num_rows * num_heads, splits, blocks)](
         q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, num_tokens, num_heads, num_new,
-        context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D),
+        context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
         0 if ahead is None else ahead.numel() * ahead.itemsize,
         D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=ATTENTION_BLOCK_T[bits],
         PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
-        WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, **options,
+        WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, SHARED=num_heads // num_kv_heads, WINDOW=scores.window or 0,
+        CAP=(scores.softcap or 0.0) * LOG2E, **options,
     )  # fmt: skip
     if splits > 1:
         join_parts_kernel[(num_tokens * num_heads,)](
@@ -231,9 +278,10 @@ def attention(
         )  # fmt: skip
 
 
-def score_scale(head_dim: int) -> float:
-    """Return the factor of the scores: 1 / sqrt(D) times log2(e), because the kernel computes powers of 2."""
-    return float(head_dim**-0.5 * 1.4426950408889634)
+def score_scale(head_dim: int, scores: Scores) -> float:
+    """Return the factor of the products of queries and keys: times log2(e), or divided by the soft cap."""
+    scale = head_dim**-0.5 if scores.scale is None else scores.scale
+    return float(scale * LOG2E if scores.softcap is None else scale / scores.softcap)
 
 
 def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
@@ -241,7 +289,9 @@ def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
     (num_rows, num_new), (_, num_heads, _, D) = pages.pos.shape, pages.keys.shape
     if num_new < 1:
         raise ValueError(f"{num_new} new tokens a row: need 1 or more")
-    wanted = (num_rows * num_new, num_heads * D)
+    if q.shape[-1] == 0 or q.shape[-1] % (num_heads * D):
+        raise ValueError(f"q of shape {tuple(q.shape)}: need a multiple of {num_heads} * {D} columns")
+    wanted = (num_rows * num_new, q.shape[-1])
     for name, t in (("q", q), ("out", out)):
         if tuple(t.shape) != wanted or not t.is_contiguous():
             raise ValueError(f"{name} of shape {tuple(t.shape)}, strides {t.stride()}: need {wanted}, contiguous")

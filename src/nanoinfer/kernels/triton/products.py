@@ -2,8 +2,9 @@
 
 The epilogue is the bias, and then one of
 
-    GELU                      in the first half of the MLP
+    an activation             in the first half of the MLP
     a residual                x + ..., which may be written in place
+    a gate                    gate * ..., which may be written in place: a gated MLP
     the store of k and v      q is written to `out`, and k and v to their token's place in the KV cache
 
 Weights are read once, in any format of quantize.py; sums are float32 (sums.py).
@@ -18,13 +19,12 @@ inputs between programs, another launch adds the parts in order, so that the res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .epilogue import Epilogue, finish, load_bias, load_ends, load_place, load_position, load_residual
 from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
 from .quantize import Weight
 from .rows import Norm, layer_norm, statistics
@@ -41,132 +41,18 @@ from .sums import (
 )  # fmt: skip
 from .tiles import Tile, multiprocessors, product_tile
 
-GELU_TANH, GELU_ERF = 1, 2
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Python on the CPU (TRITON_INTERPRET=1). Dots are then float32: NumPy has no bfloat16."""
-
-
-@dataclass(frozen=True)
-class Pages:
-    """One layer's keys and values, and the places of a step's tokens in them.
-
-    Position j of row r is in block table[r, j // block_len], at index j % block_len. For a cache in slots, the table
-    has one column and a block is a slot.
-    """
-
-    keys: Tensor
-    """(num_blocks, H, block_len, D), the last dimension contiguous."""
-    values: Tensor
-    """Like the keys, with the same strides."""
-    table: Tensor
-    """(R, columns) int64: blocks of each row."""
-    pos: Tensor
-    """(R, n) int64: position of each new token. Padding has a position that is never read."""
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """Operations after the product. At most one of `gelu`, `residual` and `store` may be set."""
-
-    bias: Tensor | None = None
-    gelu: int = 0
-    """0, GELU_TANH or GELU_ERF."""
-    residual: Tensor | None = None
-    """(M, N); may be the output tensor."""
-    store: Pages | None = None
-    """Destination of k and v if the N = 3C columns are q, k and v; q is written to the output, (M, C)."""
-
-
-@triton.jit
-def load_bias(bias, outputs, num_outputs):
-    """Return the bias of the outputs, float32; zero if there is none."""
-    values = tl.zeros(outputs.shape, tl.float32)
-    if bias is not None:
-        values = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    return values
-
-
-@triton.jit
-def load_residual(residual, rows, outputs, num_rows, num_outputs):
-    """Return the residual, (rows, outputs) float32; zero if there is none."""
-    values = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
-    if residual is not None:
-        inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-        values = tl.load(residual + rows[:, None] * num_outputs + outputs[None, :], mask=inside, other=0.0)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def load_position(pos, rows, num_rows):
-    """Return the position of each row's token; zero if nothing is stored in the cache."""
-    position = tl.zeros(rows.shape, tl.int64)
-    if pos is not None:
-        position = tl.load(pos + rows, mask=rows < num_rows, other=0)
-    return position
-
-
-@triton.jit
-def load_place(
-    table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN: tl.constexpr
-):
-    """Return the offset in the cache of the rows' tokens, which are at these positions."""
-    block = position
-    if table is not None:
-        block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
-    return block * stride_block + (position % BLOCK_LEN) * stride_token
-
-
-@triton.jit
-def load_ends(
-    residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block, stride_token,
-    BLOCK_LEN: tl.constexpr,
-):  # fmt: skip
-    """Return what an epilogue reads that earlier kernels wrote: the residual, and the offset of the rows' tokens."""
-    position = load_position(pos, rows, num_rows)
-    before = load_residual(residual, rows, outputs, num_rows, num_outputs)
-    place = load_place(table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
-    return before, place
-
-
-@triton.jit
-def finish(
-    acc, out, bias, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head,
-    GELU: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Apply the epilogue to the sums, with what the functions above loaded, and store the results."""
-    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    acc += bias[None, :]
-    if GELU == 1:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)); if exp overflows, the result is 0
-        u = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
-        acc = acc / (1.0 + tl.exp(-2.0 * u))
-    if GELU == 2:
-        acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
-    if keys is None:
-        at = rows[:, None] * num_outputs + outputs[None, :]
-        tl.store(out + at, (acc + before).to(out.dtype.element_ty), mask=inside)
-    else:
-        width = num_outputs // 3  # C
-        part = outputs // width  # 0: q, 1: k, 2: v
-        channel = outputs % width
-        tl.store(
-            out + rows[:, None] * width + channel[None, :],
-            acc.to(out.dtype.element_ty),
-            mask=inside & (part == 0)[None, :],
-        )
-        at = token[:, None] + ((channel // D) * stride_head + channel % D)[None, :]
-        kept = acc.to(keys.dtype.element_ty)
-        tl.store(keys + at, kept, mask=inside & (part == 1)[None, :])
-        tl.store(values + at, kept, mask=inside & (part == 2)[None, :])
 
 
 @triton.jit
 def product_kernel(
     out, x, w, scale, zero, gain, shift, bias, residual, keys, values, table, pos,
     num_outputs, stride_block, stride_head, stride_token, eps,
-    K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, BLOCK_LEN: tl.constexpr,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr, SPARE: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATES: tl.constexpr, SCALE: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PREFETCH_BYTES: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tile). One row: each program computes one tile's columns. BLOCK: a power of two >= K."""
     end = tl.minimum((tl.program_id(0) + 1) * (BLOCK_N - SPARE), num_outputs)
@@ -176,7 +62,6 @@ def product_kernel(
     if SPARE > 0:
         outputs = tl.where(outputs < end, outputs, num_outputs)  # the next program's: not stored
     HALF: tl.constexpr = GROUP // 2
-
     # 1. Parameters: their loads are on the way while this waits, and while the row's statistics are computed.
     if GROUP == 0:
         cols = tl.arange(0, BLOCK_K)
@@ -204,7 +89,7 @@ def product_kernel(
         high = tl.load(x + cols + HALF, mask=cols + HALF < K, other=0.0)
     mean, rstd = 0.0, 0.0
     if gain is not None:
-        _, mean, rstd = statistics(x, tl.arange(0, BLOCK), eps, K)
+        _, mean, rstd = statistics(x, tl.arange(0, BLOCK), eps, K, RMS)
     token = load_place(table, row, position, 1, 1, 0, stride_block, stride_token, BLOCK_LEN)
 
     # 3. The sums.
@@ -219,16 +104,19 @@ def product_kernel(
         )  # fmt: skip
     if (GROUP == 0) and (scale is not None):
         acc *= scales
-    finish(acc[None, :], out, added, before, token, keys, values, row, outputs, 1, num_outputs, stride_head, GELU, D)
+    finish(
+        acc[None, :], out, added, before, token, keys, values, row, outputs, 1, num_outputs, stride_head, ACTIVATION,
+        GATES, SCALE, D)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_new"])
 def product_rows_kernel(
     out, x, w, scale, zero, bias, residual, keys, values, table, pos, parts,
     num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
-    K: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, PREFETCH_BYTES: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs.
 
@@ -273,7 +161,10 @@ def product_rows_kernel(
                 residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block,
                 stride_token, BLOCK_LEN,
             )  # fmt: skip
-        finish(acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, GELU, D)
+        finish(
+            acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, ACTIVATION,
+            GATES, SCALE, D,
+        )  # fmt: skip
     else:
         inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
@@ -284,8 +175,8 @@ def product_rows_kernel(
 def add_parts_kernel(
     out, parts, bias, residual, keys, values, table, pos,
     num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
-    GELU: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (block of rows, tile). Add the parts of one tile of a block in order, then apply the epilogue."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -301,7 +192,10 @@ def add_parts_kernel(
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
         acc += tl.load(parts + at, mask=inside, other=0.0)
-    finish(acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, GELU, D)
+    finish(
+        acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, ACTIVATION,
+        GATES, SCALE, D,
+    )  # fmt: skip
 
 
 def product(
@@ -316,7 +210,7 @@ def product(
         x: (M, K), M >= 1, float32, bfloat16 or float16, contiguous, on the weight's device.
         weight: (N, K).
         out: (M, N), contiguous, any of these types; (M, N / 3) if the epilogue stores k and v.
-        norm: layer norm to apply to the rows of x; None: no norm.
+        norm: norm to apply to the rows of x; None: no norm.
         epilogue: operations after the product; None: no operation.
         tile: tile sizes; None: chosen by tiles.py for this device.
 
@@ -332,7 +226,8 @@ def product(
     cache = (s.keys, s.values, s.table, s.pos) if s else (None, None, None, None)
     strides = s.keys.stride()[:3] if s else (0, 0, 0)
     options = launch_options(x.device)
-    shape = {"GELU": e.gelu, "BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
+    shape = {"ACTIVATION": e.activation, "GATES": e.gates, "SCALE": e.scale}
+    shape |= {"BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
     sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
     sizes["PREFETCH_BYTES"] = data.numel() * data.itemsize if can_prefetch(data) else 0
     if rows == 1:
@@ -341,7 +236,7 @@ def product(
         product_kernel[(triton.cdiv(n, tile.block_n - tile.spare),)](
             out, x, data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
             *cache, n, *strides, norm.eps if norm else 0.0, BLOCK=triton.next_power_of_2(k), SPARE=tile.spare,
-            num_warps=tile.num_warps, **sizes, **shape,
+            RMS=norm is not None and norm.rms, num_warps=tile.num_warps, **sizes, **shape,
         )  # fmt: skip
         return
     if norm is not None:

@@ -82,7 +82,7 @@ def pack_int8(weight: Tensor) -> Weight:
     Raises:
         ValueError: a weight is infinite or NaN.
     """
-    w = weight.float()
+    w = weight.float().contiguous()
     scale = _at_least_normal(_largest(w).squeeze(-1) / 127)
     codes = (w / scale[..., None]).round().clamp(-127, 127).to(torch.int8)
     return Weight(codes, w.shape[-1], 8, weight.dtype, scale)

@@ -1,4 +1,4 @@
-"""The layer norm of rows."""
+"""The norm of rows: layer norm or RMS norm."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from .launch import launch_options, wait_for_predecessor
 
 @dataclass(frozen=True)
 class Norm:
-    """Parameters of a layer norm."""
+    """Parameters of a norm."""
 
     weight: Tensor
+    """What values are multiplied by: 1 + the weight, or ones, for norms that are defined so."""
     bias: Tensor | None
     eps: float
+    rms: bool = False
+    """Whether it is RMS norm, which subtracts no mean."""
 
 
 @triton.jit
-def statistics(row, cols, eps, C: tl.constexpr):
-    """Return the row as float32, its mean, and 1 / its standard deviation. cols: 0, 1, ...: a power of two >= C."""
+def statistics(row, cols, eps, C: tl.constexpr, RMS: tl.constexpr):
+    """Return the row as float32, its mean, and 1 / its standard deviation. cols: 0, 1, ...: a power of two >= C.
+
+    RMS: the mean counts as 0.
+    """
     values = tl.load(row + cols, mask=cols < C, other=0.0).to(tl.float32)
-    mean = tl.sum(values, 0) / C
+    mean = 0.0
+    if not RMS:
+        mean = tl.sum(values, 0) / C
     away = tl.where(cols < C, values - mean, 0.0)
     return values, mean, tl.rsqrt(tl.sum(away * away, 0) / C + eps)
 
@@ -32,9 +40,9 @@ def statistics(row, cols, eps, C: tl.constexpr):
 @triton.jit
 def norm_kernel(
     out, x, count, gain, shift, stride, eps,
-    N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row). Compute out[row] = layer norm of x[row], or of the last new token of the row's N if count is set."""
+    """Grid: (row). Compute out[row] = norm of x[row], or of the last new token of the row's N if count is set."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
@@ -45,7 +53,7 @@ def norm_kernel(
     token = row
     if count is not None:
         token = row * N + tl.maximum(tl.load(count + row * stride), 1) - 1
-    values, mean, rstd = statistics(x + token * C, cols, eps, C)
+    values, mean, rstd = statistics(x + token * C, cols, eps, C, RMS)
     y = (values - mean) * rstd * factor
     if shift is not None:
         y += offset
@@ -53,7 +61,7 @@ def norm_kernel(
 
 
 def layer_norm(x: Tensor, norm: Norm, out: Tensor, count: Tensor | None = None) -> None:
-    """Write the layer norm of x to `out`, both (M, C) contiguous.
+    """Write the norm of x to `out`, both (M, C) contiguous; `out` may be x.
 
     Args:
         x: (M, C); (R * n, C) with a count.
@@ -67,7 +75,7 @@ def layer_norm(x: Tensor, norm: Norm, out: Tensor, count: Tensor | None = None) 
         raise ValueError(f"x of {M} rows, out of {R}: need as many, or a count for each row of out")
     norm_kernel[(R,)](
         out, x, count, norm.weight, norm.bias, 0 if count is None else count.stride(0), norm.eps,
-        N=M // R, C=C, BLOCK=triton.next_power_of_2(C), **launch_options(x.device),
+        N=M // R, C=C, BLOCK=triton.next_power_of_2(C), RMS=norm.rms, **launch_options(x.device),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ NUM_WARPS = 8
 
 @triton.jit(do_not_specialize=["stride", "num_positions", "padding"])
 def begin_kernel(
-    x, pos, given, start, count, slots, last, wte, wpe, stride, num_positions, padding,
+    x, pos, given, start, count, slots, last, wte, wpe, stride, num_positions, padding, factor,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row, block of tokens). Write positions and embeddings of the tokens; the only block advances the start."""
@@ -42,7 +42,10 @@ def begin_kernel(
         cols = begin + tl.arange(0, BLOCK_C)
         inside = (i < N)[:, None] & (cols < C)[None, :]
         e = tl.load(wte + token[:, None] * C + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        e += tl.load(wpe + position[:, None] * C + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        if factor is not None:
+            e *= factor
+        if wpe is not None:
+            e += tl.load(wpe + position[:, None] * C + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(x + (row * N + i)[:, None] * C + cols[None, :], e, mask=inside)
     if BLOCK_N >= N:
         tl.debug_barrier()  # all threads have read the length
@@ -50,8 +53,8 @@ def begin_kernel(
 
 
 def begin(
-    given: Tensor, start: Tensor, count: Tensor, slots: Tensor, last: Tensor, wte: Tensor, wpe: Tensor, padding: int,
-    pos: Tensor, x: Tensor,
+    given: Tensor, start: Tensor, count: Tensor, slots: Tensor, last: Tensor, wte: Tensor, wpe: Tensor | None,
+    padding: int, pos: Tensor, x: Tensor, factor: float | None = None,
 ) -> None:  # fmt: skip
     """Write the positions of a step's tokens to `pos` and their embeddings to `x`, and advance `start` by `count`.
 
@@ -62,16 +65,17 @@ def begin(
         slots: (R,) int64: index of the row in `last`.
         last: int64 contiguous: token ids < V.
         wte: (V, C) contiguous.
-        wpe: (positions, C) contiguous. Padding gets the last position's embedding.
+        wpe: (positions, C) contiguous. Padding gets the last position's embedding. None: positions have none.
         padding: position of padding.
         pos: (R, n) int64 contiguous.
         x: (R * n, C) float32 contiguous.
+        factor: of the embeddings of tokens; None: 1.
 
     Raises:
         ValueError: a shape or stride does not match.
     """
     (R, n), C, stride = given.shape, wte.shape[1], given.stride(0)
-    check_contiguous(last=last, wte=wte, wpe=wpe, pos=pos, x=x)
+    check_contiguous(last=last, wte=wte, pos=pos, x=x, **({} if wpe is None else {"wpe": wpe}))
     for name, t in (("start", start), ("count", count), ("slots", slots)):
         if t.shape != (R,) or t.stride(0) != stride:
             raise ValueError(f"{name} of shape {tuple(t.shape)}, strides {t.stride()}: need ({R},), ({stride},)")
@@ -82,7 +86,7 @@ def begin(
         )
     BLOCK_N = min(triton.next_power_of_2(n), MAX_TOKENS)
     begin_kernel[(R, triton.cdiv(n, BLOCK_N))](
-        x, pos, given, start, count, slots, last, wte, wpe, stride, wpe.shape[0], padding,
+        x, pos, given, start, count, slots, last, wte, wpe, stride, 1 if wpe is None else wpe.shape[0], padding, factor,
         N=n, C=C, BLOCK_N=BLOCK_N, BLOCK_C=min(triton.next_power_of_2(C), MAX_TILE // BLOCK_N), num_warps=NUM_WARPS,
         PDL=launch_options(x.device)["PDL"],  # not launch_pdl: the step's first kernel has no predecessor in a graph
     )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Between the qkv product and attention of other families than GPT-2: norms and rotation of heads, store of k and v.
+
+One program prepares one head of one token. Queries and keys are normalised, each head alone, and then rotated; values
+are only stored. Cosines and sines of the angles are computed once a step (`GPT.rotations`) for all layers that share
+them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .epilogue import Pages
+from .launch import launch_options, wait_for_predecessor
+from .rows import Norm, check_contiguous, statistics
+
+
+@triton.jit
+def load_normed(x, gain, shift, dims, mean, rstd, D: tl.constexpr):
+    """Return dimensions of a head as float32, normalised if there is a gain."""
+    y = tl.load(x + dims, mask=dims < D, other=0.0).to(tl.float32)
+    if gain is not None:
+        y = (y - mean) * rstd * tl.load(gain + dims, mask=dims < D, other=0.0).to(tl.float32)
+    if shift is not None:
+        y += tl.load(shift + dims, mask=dims < D, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def heads_kernel(
+    out, qkv, keys, values, table, pos, cos, sin, gain, shift,
+    num_new, stride_table, stride_block, stride_head, stride_token, stride_angle, stride_angle_head, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_LEN: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (token, head of queries, keys or values). HALF: the number of pairs that are rotated."""
+    wait_for_predecessor(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    x = qkv + (token * (H + 2 * K) + head) * D
+    y = tl.load(x + dims, mask=dims < D, other=0.0).to(tl.float32)
+    if head < H + K:
+        is_key = (head >= H).to(tl.int32)
+        mean, rstd = 0.0, 1.0
+        if gain is not None:
+            gain += is_key * D
+            _, mean, rstd = statistics(x, dims, eps, D, RMS)
+        if shift is not None:
+            shift += is_key * D
+        y = load_normed(x, gain, shift, dims, mean, rstd, D)
+        if cos is not None:
+            partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+            at = token * stride_angle + head * stride_angle_head + dims
+            y *= tl.load(cos + at, mask=dims < 2 * HALF, other=1.0)
+            z = load_normed(x, gain, shift, partner, mean, rstd, D)
+            y += z * tl.load(sin + at, mask=dims < 2 * HALF, other=0.0)
+    if head < H:
+        tl.store(out + (token * H + head) * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
+    else:
+        position = tl.load(pos + token)
+        block = tl.load(table + token // num_new * stride_table + position // BLOCK_LEN)
+        place = block * stride_block + (position % BLOCK_LEN) * stride_token
+        kept = y.to(keys.dtype.element_ty)
+        if head < H + K:
+            tl.store(keys + place + (head - H) * stride_head + dims, kept, mask=dims < D)
+        else:
+            tl.store(values + place + (head - H - K) * stride_head + dims, kept, mask=dims < D)
+
+
+def store_heads(
+    qkv: Tensor, out: Tensor, pages: Pages, norm: Norm | None = None, angles: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Write normalised and rotated queries to `out`, such keys and the values to their places in the cache.
+
+    Args:
+        qkv: (M, (H + 2K) * D) contiguous, any float type: queries, keys and values of M = R * n tokens.
+        out: (M, H * D) contiguous.
+        pages: keys and values of K heads.
+        norm: of each head; weight and bias are (2, D) contiguous, of queries and of keys. None: no norm.
+        angles: cosine and sine, (R, n, 1 or H + K, dim) float32 contiguous, as in models/layers.py. None: no rotation.
+
+    Raises:
+        ValueError: shapes or strides do not match.
+    """
+    num_new, (_, K, block_len, D) = pages.pos.shape[-1], pages.keys.shape
+    (M, width), H = qkv.shape, out.shape[1] // D
+    check_contiguous(qkv=qkv, out=out, pos=pages.pos)
+    if width != (H + 2 * K) * D or out.shape != (M, H * D) or pages.pos.numel() != M:
+        raise ValueError(
+            f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {pages.pos.numel()} positions: need"
+            f" (H + 2 * {K}) * {D} columns, H * {D} columns, and as many rows as positions"
+        )
+    if pages.keys.stride() != pages.values.stride() or pages.keys.stride(-1) != 1:
+        raise ValueError(f"strides {pages.keys.stride()}, {pages.values.stride()}: need equal ones that end in 1")
+    cos, sin, rotated, strides = None, None, 0, (0, 0)
+    if angles is not None:
+        cos, sin = angles
+        check_contiguous(cos=cos, sin=sin)
+        heads, rotated = cos.shape[-2:]
+        if cos.shape != sin.shape or cos.numel() != M * heads * rotated or heads not in (1, H + K) or rotated > D:
+            raise ValueError(f"cos of {tuple(cos.shape)}, sin of {tuple(sin.shape)}: need {M} x (1 or {H + K}) x dim")
+        strides = heads * rotated, 0 if heads == 1 else rotated
+    heads_kernel[(M, H + 2 * K)](
+        out, qkv, pages.keys, pages.values, pages.table, pages.pos, cos, sin, norm and norm.weight, norm and norm.bias,
+        num_new, pages.table.stride(0), *pages.keys.stride()[:3], *strides, norm.eps if norm else 0.0,
+        H=H, K=K, D=D, BLOCK_D=triton.next_power_of_2(D), HALF=rotated // 2, BLOCK_LEN=block_len,
+        RMS=norm is not None and norm.rms, num_warps=1, **launch_options(qkv.device),
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""The engine of fused kernels with the models of all families, on the CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("transformers")
+
+from triton.runtime import interpreter
+
+from helpers import families
+from helpers.engines import generate, make_core
+from helpers.errors import refuses
+from helpers.families import CASES
+from helpers.models import make_limits
+from helpers.recorded import FakeRecorder
+from nanoinfer.config import EngineConfig
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.engines.triton_engine import TritonEngine
+from nanoinfer.kernels.triton import products
+from nanoinfer.kernels.triton.quantize import dequantize
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import load_gpt
+from nanoinfer.sampling_params import SamplingParams
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.skipif(not products.INTERPRETED, reason="on a CUDA device tests/engines covers it"),
+]
+FAST = ("llama", "gpt_neox")
+QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite")
+"""Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals."""
+
+
+def model_of(case: str, folder: Path) -> GPT:
+    """The first two layers of a model, and the last one: the kinds of layers differ."""
+    families.make_folder(case, folder)
+    full = load_gpt(open_folder(folder))
+    chosen = sorted({0, 1, full.config.n_layer - 1})
+    layers = tuple(full.config.layer(i) for i in chosen)
+    gpt = GPT(replace(full.config, n_layer=len(chosen), layers=layers)).eval()
+    state = full.state_dict()
+    kept = {name: tensor for name, tensor in state.items() if ".h." not in name}
+    for new, old in enumerate(chosen):
+        start = f"transformer.h.{old}."
+        kept |= {f"transformer.h.{new}.{n[len(start) :]}": t for n, t in state.items() if n.startswith(start)}
+    gpt.load_state_dict(kept)
+    gpt.tie_weights()
+    return gpt
+
+
+def make_engine(gpt: GPT, quantization: str | None = None) -> TritonEngine:
+    """An engine without graphs: what Triton's interpreter does is not among the operations that can be recorded."""
+    config = EngineConfig(quantization=quantization, graph_memory=2**30)
+    return TritonEngine(gpt, make_limits(gpt.config), config, recorder=FakeRecorder(fail_at=0))
+
+
+def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
+    """Prompts of 14 and 3 tokens, one token each together, one alone, four of one sequence, the last hidden state."""
+    handles = [engine.open(), engine.open()]
+    vocab = engine.config.vocab_size
+    steps = [([0], [14]), ([1], [3]), ([0, 1], [1, 1]), ([1], [1]), ([0], [4])]
+    found = []
+    for seed, (chosen, counts) in enumerate(steps):
+        ids = [(7 * i * i + 5 * i + 11 * seed + 1) % vocab for i in range(sum(counts))]
+        batch = StepBatch([handles[i] for i in chosen], ids, counts, [1 if n == 14 else n for n in counts])
+        found.append(engine.extend(batch).clone())
+    return [*found, engine.hidden().clone()]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_if(lambda case: case not in FAST)
+def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
+    gpt = model_of(case, tmp_path)
+    expected = run(RecomputeEngine(gpt, make_limits(gpt.config)))
+    engine = make_engine(gpt)
+    for a, b in zip(run(engine), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quantization: str, tmp_path: Path) -> None:
+    gpt = model_of(case, tmp_path)
+    reference = copy.deepcopy(gpt)
+    engine = make_engine(gpt, quantization)
+    for name, weight in engine._weights.items():
+        for layer, block in enumerate(reference.blocks):
+            block.get_submodule(name).weight.data = dequantize(weight.layer(layer))
+    reference.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight), requires_grad=False)
+    expected = run(RecomputeEngine(reference, make_limits(reference.config)))
+    for a, b in zip(run(engine), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3_moe"])
+def test_greedy_tokens_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
+    """Three texts of other lengths in one batch, past the windows."""
+    gpt = model_of(case, tmp_path)
+    prompts = [
+        [(7 * i * i + 3 * seed + 1) % gpt.config.vocab_size for i in range(n)] for seed, n in enumerate((5, 1, 12))
+    ]
+    params = [SamplingParams(max_tokens=12, temperature=0)] * 3
+    expected = generate(make_core(RecomputeEngine(gpt, make_limits(gpt.config))), prompts, params)
+    assert generate(make_core(make_engine(gpt)), prompts, params) == expected
+
+
+def test_quantized_experts_are_refused(tmp_path: Path) -> None:
+    gpt = model_of("qwen3_moe", tmp_path)
+    refuses(
+        lambda: make_engine(gpt, "int8"),
+        "quantization='int8': engine triton does not quantize experts: leave it out, or use engine=native",
+    )
+
+
+def test_a_step_of_llamas_kind_has_7_kernels_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, names = make_engine(model_of("llama", tmp_path)), list[str]()
+    handle, run = engine.open(), interpreter.GridExecutor.__call__
+
+    def launched(self: interpreter.GridExecutor, *args: object, **kwargs: object) -> object:
+        names.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    engine.extend(StepBatch([handle], [1, 2, 3], [3], [0]))
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    engine.extend(StepBatch([handle], [4], [1], [1]))
+    layer = ["product", "heads", "attention", "product", "product", "product", "product"]
+    layers = layer * engine.config.n_layer
+    assert names == [f"{name}_kernel" for name in ("begin", *layers, "norm", "product")]
