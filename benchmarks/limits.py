@@ -1,6 +1,6 @@
 """Print the table "share of the limit" of docs/benchmarks.md from a results file of suite peers.
 
-    python benchmarks/limits.py [docs/results/peers-avx512.json]
+    python benchmarks/limits.py [docs/results/peers.json]
 
 Each cell has the share of engine native, then that of the fastest peer with as many bits. With one sequence, the limit
 is the read bandwidth for the bytes of a step; with 64, and for a prompt, it is the arithmetic of the instructions that
@@ -20,7 +20,7 @@ from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.shapes import find_shape
 
-DEFAULT = Path(__file__).parent.parent / "docs" / "results" / "peers-avx512.json"
+DEFAULT = Path(__file__).parent.parent / "docs" / "results" / "peers.json"
 BITS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}
 COLUMNS = {  # title -> (batch, prompt tokens)
     "memory, 1 sequence": (1, 32), "arithmetic, 64 sequences": (64, 32), "arithmetic, 1,000-token prompt": (1, 1000),

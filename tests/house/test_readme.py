@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 
 from helpers.environment import ROOT
 from nanoinfer.bench.results import read
-from nanoinfer.bench.row import Row
 
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -36,7 +34,6 @@ NOT_RUN = {
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
 RESULTS = ROOT / "docs" / "results"
 PEERS = read(RESULTS / "peers.json").rows
-SERVING = read(RESULTS / "serving.json").rows if (RESULTS / "serving.json").exists() else []
 
 # Words of the slow commands; the fixture `home` runs the one with tee in any case.
 SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
@@ -115,9 +112,9 @@ def test_every_engine_has_its_page_and_its_row() -> None:
         assert [part.split(" from ")[0] for part in parts] == PARTS
 
 
-def figure(label: str, shape: tuple[int, int, str], key: str, rows: Sequence[Row] = (*PEERS, *SERVING)) -> str:
-    """Return a figure of a suite as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
-    for row in rows:
+def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
+    """Return a figure of suite peers as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
+    for row in PEERS:
         case = row.case
         if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
             value = getattr(row.figures, key) * (1000 if key == "ttft_sec" else 1)
@@ -126,7 +123,7 @@ def figure(label: str, shape: tuple[int, int, str], key: str, rows: Sequence[Row
 
 
 ONE, EIGHT, MANY = (1, 32, "uniform"), (8, 32, "uniform"), (64, 32, "uniform")
-LONG, EIGHT_LONG, MIXED = (1, 1000, "uniform"), (8, 1000, "uniform"), (64, 256, "mixed")
+LONG, EIGHT_LONG = (1, 1000, "uniform"), (8, 1000, "uniform")
 DECODE, FIRST, OUTPUT = "decode_tokens_per_sec", "ttft_sec", "output_tokens_per_sec"
 
 
@@ -137,11 +134,12 @@ def rows(page: str, first: str) -> list[list[str]]:
 
 
 def test_the_front_pages_figures_are_the_results() -> None:
+    systems = ("native int8", "openvino int8", "llama.cpp Q8_0", "vllm int8", "ctranslate2 int8")
     expected = []
     for shape, key in ((ONE, DECODE), (MANY, DECODE), (LONG, FIRST)):
         either = [figure(f"transformers-{cache} bfloat16", shape, key) for cache in ("dynamic", "static")]
         best = (min if key == FIRST else max)(either, key=lambda cell: float(cell.replace(",", "")))
-        cells = [figure(system, shape, key) for system in ("native int8", "llama.cpp Q8_0", "ctranslate2 int8")]
+        cells = [figure(system, shape, key) for system in systems]
         expected.append([*cells, best])
     assert [cells[1:] for cells in rows(README, "decode,|time to")] == expected
 
@@ -161,21 +159,12 @@ def test_the_figures_of_the_start_are_the_results() -> None:
 
 
 def test_the_large_tables_figures_are_the_results() -> None:
-    table = rows(BENCHMARKS.split("## More systems")[0], "native|transformers-|ctranslate2|llama")
-    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)]
-    columns += [(LONG, FIRST), (EIGHT_LONG, OUTPUT), (MIXED, OUTPUT)]
-    labels = list(dict.fromkeys(row.case.label for row in PEERS))
-    assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
-
-
-def test_the_figures_of_more_systems_are_the_results() -> None:
-    more = read(RESULTS / "peers-avx512.json").rows
-    page = BENCHMARKS.split("## More systems")[1].split("## Time to start")[0]
+    page = BENCHMARKS.split("## Against other systems")[1].split("## Time to start")[0]
     table = rows(page, "native|transformers-|ctranslate2|llama|ik_|openvino|vllm")
-    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)] + [(LONG, FIRST)]
-    bits = {row.case.label: row.case.bits for row in more}
+    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)] + [(LONG, FIRST), (EIGHT_LONG, OUTPUT)]
+    bits = {row.case.label: row.case.bits for row in PEERS}
     labels = sorted(bits, key=lambda label: -bits[label])
-    assert table == [[label, *(figure(label, *column, more) for column in columns)] for label in labels]
+    assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "limits.py"], capture_output=True, text=True, check=True
     )
