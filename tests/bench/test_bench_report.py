@@ -529,7 +529,8 @@ def test_tables_fit_80_columns_with_every_name_in_full(suite: str) -> None:
     made = read(RESULTS / f"{suite}.json")
     out = StringIO()
     table.show(made, Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
+    errors = [str(row.error) for row in made.failed]  # a line each, which a terminal wraps
+    lines = [line for line in out.getvalue().splitlines() if not any(error in line for error in errors)]
     assert max(map(len, lines)) <= 80
     assert "…" not in out.getvalue()
     words = " ".join(out.getvalue().split())
