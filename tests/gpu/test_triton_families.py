@@ -33,7 +33,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.skipif(not products.INTERPRETED, reason="on a CUDA device tests/engines covers it"),
+    *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
 FAST = ("llama", "gpt_neox")
 QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite")
@@ -58,8 +58,10 @@ def model_of(case: str, folder: Path) -> GPT:
 
 
 def make_engine(gpt: GPT, quantization: str | None = None) -> TritonEngine:
-    """An engine without graphs: what Triton's interpreter does is not among the operations that can be recorded."""
+    """An engine on the CUDA device, or without graphs: the interpreter's operations cannot be recorded."""
     config = EngineConfig(quantization=quantization, graph_memory=2**30)
+    if not products.INTERPRETED:
+        return TritonEngine(copy.deepcopy(gpt).cuda(), make_limits(gpt.config), config)
     return TritonEngine(gpt, make_limits(gpt.config), config, recorder=FakeRecorder(fail_at=0))
 
 
@@ -72,8 +74,8 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
     for seed, (chosen, counts) in enumerate(steps):
         ids = [(7 * i * i + 5 * i + 11 * seed + 1) % vocab for i in range(sum(counts))]
         batch = StepBatch([handles[i] for i in chosen], ids, counts, [1 if n == 14 else n for n in counts])
-        found.append(engine.extend(batch).clone())
-    return [*found, engine.hidden().clone()]
+        found.append(engine.extend(batch).cpu().clone())
+    return [*found, engine.hidden().cpu().clone()]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,8 +97,8 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quanti
     engine = make_engine(gpt, quantization)
     for name, weight in engine._weights.items():
         for layer, block in enumerate(reference.blocks):
-            block.get_submodule(name).weight.data = dequantize(weight.layer(layer))
-    reference.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight), requires_grad=False)
+            block.get_submodule(name).weight.data = dequantize(weight.layer(layer)).cpu()
+    reference.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight).cpu(), requires_grad=False)
     expected = run(RecomputeEngine(reference, make_limits(reference.config)))
     for a, b in zip(run(engine), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
@@ -119,10 +121,11 @@ def test_quantized_experts_are_refused(tmp_path: Path) -> None:
     gpt = model_of("qwen3_moe", tmp_path)
     refuses(
         lambda: make_engine(gpt, "int8"),
-        "quantization='int8': engine triton does not quantize experts: leave it out, or use engine=native",
+        "quantization='int8': engine triton does not quantize experts: leave it out, or use engine=native on a CPU",
     )
 
 
+@pytest.mark.skipif(not products.INTERPRETED, reason="kernels are counted in Triton's interpreter")
 def test_a_step_of_llamas_kind_has_7_kernels_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, names = make_engine(model_of("llama", tmp_path)), list[str]()
     handle, run = engine.open(), interpreter.GridExecutor.__call__

@@ -215,6 +215,13 @@ def test_keys_and_values_go_where_the_table_says(device: str) -> None:
         torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=1e-4)
 
 
+def test_keys_and_values_have_the_same_strides() -> None:
+    keys, pos = torch.zeros(1, 2, 8, 4), torch.zeros(1, 1, dtype=torch.int64)
+    for k, v in ((keys, keys.transpose(1, 2)), (keys.mT, keys.mT)):
+        with pytest.raises(ValueError, match=r"of the keys, .* of the values: need equal ones that end in 1"):
+            Pages(k, v, pos, pos)
+
+
 def test_products_refuse_what_does_not_fit() -> None:
     weight, out = dense(torch.zeros(8, 16)), torch.zeros(2, 8)
     for x, o, words in (

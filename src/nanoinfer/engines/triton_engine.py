@@ -59,7 +59,7 @@ class TritonEngine(CudaGraphEngine):
             output head, not to the embeddings.
 
     Raises:
-        NanoinferError: the KV cache does not fit in the device's memory.
+        NanoinferError: experts are to be quantized, or the KV cache does not fit in the device's memory.
         ValueError: a weight to be quantized is infinite or NaN.
     """
 
@@ -71,13 +71,13 @@ class TritonEngine(CudaGraphEngine):
         *,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(model, limits, config, recorder=recorder)
         quantization, pack = config.quantization, PACK[config.quantization]
         if quantization is not None and model.config.experts is not None:
             raise NanoinferError(
                 f"quantization={quantization!r}: engine triton does not quantize experts: leave it out, or use"
-                " engine=native"
+                " engine=native on a CPU"
             )
+        super().__init__(model, limits, config, recorder=recorder)
         self._layers = describe(model)
         self._activation = ACTIVATIONS[self.config.activation]
         self._scale = 1.0 if self.config.residual_scale is None else self.config.residual_scale
@@ -90,12 +90,10 @@ class TritonEngine(CudaGraphEngine):
             self._weights[name] = whole = stack([pack(linear.weight) for linear in linears])
             for index, linear in enumerate(linears):  # a view of the packed weights, or empty if quantized
                 linear.weight = _frozen(whole.data[index] if quantization is None else whole.data.new_empty(0))
-        self._tables: list[Tensor | None] = [None, None]
-        for i, name in enumerate(("wte", "wpe")):
-            if name in model.transformer:
-                table = cast(nn.Embedding, model.transformer[name])
-                table.weight = _frozen(table.weight.contiguous())
-                self._tables[i] = table.weight
+        tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe") if name in model.transformer]
+        for table in tables:
+            table.weight = _frozen(table.weight.contiguous())
+        self._wte, self._wpe = tables[0].weight, tables[1].weight if self.config.learned_positions else None
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
         ones = torch.ones(self.config.n_embd, dtype=self.dtype, device=self.device)
@@ -112,8 +110,8 @@ class TritonEngine(CudaGraphEngine):
         x = torch.empty(R * n, C, device=self.device)
         pos = torch.empty(R, n, dtype=torch.int64, device=self.device)
         begin(
-            inputs.given, inputs.start, inputs.count, inputs.slots, self._last, cast(Tensor, self._tables[0]),
-            self._tables[1], self.limits.block_size, pos, x, self.config.embedding_scale,
+            inputs.given, inputs.start, inputs.count, inputs.slots, self._last, self._wte, self._wpe,
+            self.limits.block_size, pos, x, self.config.embedding_scale,
         )  # fmt: skip
         if self._ln_e is not None:
             layer_norm(x, self._ln_e, x)
@@ -149,9 +147,7 @@ class TritonEngine(CudaGraphEngine):
                 mlp_proj = self._weight("mlp.c_proj", layer.mlp)
                 self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.post_2)
 
-    def _project(
-        self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]
-    ) -> None:  # fmt: skip
+    def _project(self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
         layer, weight = self._layers[index], self._weight("attn.c_attn", index)
         attn = layer.block.attn

@@ -295,10 +295,5 @@ def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
     for name, t in (("q", q), ("out", out)):
         if tuple(t.shape) != wanted or not t.is_contiguous():
             raise ValueError(f"{name} of shape {tuple(t.shape)}, strides {t.stride()}: need {wanted}, contiguous")
-    if pages.keys.stride() != pages.values.stride() or pages.keys.stride(-1) != 1:
-        raise ValueError(
-            f"strides {pages.keys.stride()} of the keys, {pages.values.stride()} of the values: need equal ones that"
-            " end in 1"
-        )
     if not pages.pos.is_contiguous() or pages.table.shape[0] != num_rows:
         raise ValueError(f"table of {pages.table.shape[0]} rows, pos of {num_rows}: need as many, pos contiguous")

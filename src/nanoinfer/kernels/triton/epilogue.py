@@ -22,11 +22,18 @@ class Pages:
     keys: Tensor
     """(num_blocks, H, block_len, D), the last dimension contiguous."""
     values: Tensor
-    """Like the keys, with the same strides."""
+    """Like the keys, with the same strides, else ValueError."""
     table: Tensor
     """(R, columns) int64: blocks of each row."""
     pos: Tensor
     """(R, n) int64: position of each new token. Padding has a position that is never read."""
+
+    def __post_init__(self) -> None:
+        if self.keys.stride() != self.values.stride() or self.keys.stride(-1) != 1:
+            raise ValueError(
+                f"strides {self.keys.stride()} of the keys, {self.values.stride()} of the values: need equal ones that"
+                " end in 1"
+            )
 
 
 @dataclass(frozen=True)

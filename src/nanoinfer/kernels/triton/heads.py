@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogue import Pages
+from .epilogue import Pages, load_place
 from .launch import launch_options, wait_for_predecessor
 from .rows import Norm, check_contiguous, statistics
 
@@ -59,8 +59,8 @@ def heads_kernel(
         tl.store(out + (token * H + head) * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
     else:
         position = tl.load(pos + token)
-        block = tl.load(table + token // num_new * stride_table + position // BLOCK_LEN)
-        place = block * stride_block + (position % BLOCK_LEN) * stride_token
+        end = token + 1
+        place = load_place(table, token, position, end, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
         kept = y.to(keys.dtype.element_ty)
         if head < H + K:
             tl.store(keys + place + (head - H) * stride_head + dims, kept, mask=dims < D)
@@ -91,8 +91,6 @@ def store_heads(
             f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {pages.pos.numel()} positions: need"
             f" (H + 2 * {K}) * {D} columns, H * {D} columns, and as many rows as positions"
         )
-    if pages.keys.stride() != pages.values.stride() or pages.keys.stride(-1) != 1:
-        raise ValueError(f"strides {pages.keys.stride()}, {pages.values.stride()}: need equal ones that end in 1")
     cos, sin, rotated, strides = None, None, 0, (0, 0)
     if angles is not None:
         cos, sin = angles
