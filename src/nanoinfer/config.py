@@ -15,7 +15,7 @@ from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
-ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
+ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2")
 BIASES = ("norm", "qkv", "proj", "mlp")
 """Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
 CHOICES = {
@@ -58,7 +58,7 @@ class ModelConfig:
     bias: bool | tuple[str, ...] = True
     """Where biases are: some of BIASES. True: everywhere; False: nowhere. Experts have none."""
     activation: str = "gelu_new"
-    """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu2 (the square of relu)."""
+    """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu, relu2 (its square)."""
     norm_epsilon: float = 1e-5
     """Constant added to the variance or the mean square in norms."""
     tie_word_embeddings: bool = True

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from nanoinfer.kernels.triton import launch, products, tiles
 from nanoinfer.kernels.triton.attention import Scores, attention
-from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU2, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU, Epilogue, Pages
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
@@ -103,6 +103,7 @@ def test_rms_norm_and_the_epilogues_of_other_families(rows: int, splits: int, de
     out = torch.empty(rows, n, device=device)
     for activation, expected, size in (
         (SILU, F.silu(sums), magnitude),
+        (RELU, F.relu(sums), magnitude),
         (RELU2, F.relu(sums).square(), 2 * magnitude.square()),
     ):
         product(x.to(device), weight, out, norm, Epilogue(bias.to(device), activation), tile)

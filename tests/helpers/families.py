@@ -36,6 +36,7 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0],
 }  # fmt: skip
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+OPT = {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 40}
 # Name -> (config class of transformers, fields beside SMALL's; None removes one)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32}),
@@ -174,6 +175,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12, "embedding_multiplier": 3.0,
             "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 0.5,
         },
+    ),
+    "opt": ("OPTConfig", OPT),
+    "opt-untied": (
+        "OPTConfig", OPT | {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"},
     ),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),

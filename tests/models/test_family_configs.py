@@ -27,11 +27,12 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-DESCENDANTS = sorted(FAMILIES.keys() - {"gpt2", "gpt_neox", "gptj"})
+OWN_NAMES = ("gpt2", "gptj", "opt")  # of the fields in SHAPE
+DESCENDANTS = sorted(FAMILIES.keys() - {*OWN_NAMES, "gpt_neox"})
 
 
 def read(folder: Path, model_type: str, **fields: Any) -> ModelConfig:
-    shape = {} if model_type in ("gpt2", "gptj") else SHAPE
+    shape = {} if model_type in OWN_NAMES else SHAPE
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **shape, **fields}))
     return hf_config.read(folder / "config.json")
 
@@ -48,7 +49,7 @@ def test_a_missing_field_has_the_default_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}
-    if model_type in ("gpt2", "gptj", "gpt_neox"):
+    if model_type in (*OWN_NAMES, "gpt_neox"):
         shape = shape if model_type == "gpt_neox" else {}
     else:
         shape |= {"hidden_size": 1280, "num_attention_heads": 160}  # a multiple of every default of num_key_value_heads
@@ -153,7 +154,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None is not a finite number"),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not a bool"),
     ("llama", {"attention_bias": None}, "attention_bias=None is neither true nor false"),
-    ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported: use one of gelu_new"),
+    ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported: use one of gelu_new"),
     ("llama", {"hidden_act": ["silu"]}, "hidden_act=['silu'] is not supported"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported: only 1 is"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1.0 is"),
@@ -197,6 +198,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not a list of 0 and 1 for 4 layers"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
     ("gpt2", {"n_positions": 0}, "n_positions=0 is not an integer"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported: only True is"),
+    ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim=512 is not supported: only 768 is"),
     ("mamba", {}, "model_type='mamba' is not supported: only gpt2, gpt_neox, llama"),
     ("gemma3", {}, "text_config=None is not an object"),
     ("mistral3", {"text_config": {"model_type": "mamba"}}, "model_type='mamba' is not supported: only gpt2"),

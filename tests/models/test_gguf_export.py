@@ -70,6 +70,8 @@ REFUSED = {
     "glm4": "family glm4",
     "helium": "family helium",
     "gptj": "family gptj",
+    "opt": "family opt",
+    "opt-untied": "family opt",
     "qwen2_moe": "experts=Experts(count=5",
     "qwen2_moe-windows": "qwen2moe.attention.sliding_window=5",
     "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",

@@ -135,6 +135,7 @@ def test_epilogues_of_other_families(isa: str, fmt: str) -> None:
     wide = plain.astype(np.float64)
     for name, expected in {
         "silu": wide / (1 + np.exp(-wide)),
+        "relu": np.maximum(wide, 0),
         "relu2": np.maximum(wide, 0) ** 2,
         "multiply": y * wide,
         "soft_cap": 2 * np.tanh(wide / 2),  # the binding's cap is 2
@@ -151,6 +152,7 @@ def test_epilogues_over_their_whole_range(isa: str) -> None:
     with np.errstate(over="ignore"):
         for name, expected in {
             "silu": wide / (1 + np.exp(-wide)),
+            "relu": np.maximum(wide, 0),
             "relu2": np.float32(np.maximum(wide, 0) ** 2),
             "soft_cap": 2 * np.tanh(wide / 2),
         }.items():
@@ -411,7 +413,7 @@ def test_every_nan_stays_nan(isa: str, bits: int) -> None:
     """A file may contain NaN with any bits; exp computes with the bits."""
     nan = np.array([bits], np.uint32).view(np.float32)
     one = np.ones((1, 1), np.float32)
-    for epilogue in ("store", "gelu_tanh", "gelu_erf", "silu", "relu2", "soft_cap"):
+    for epilogue in ("store", "gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "soft_cap"):
         assert np.isnan(multiply(one, nan[None], "float32", isa, epilogue=epilogue)).all(), epilogue
         assert np.isnan(multiply(nan[None], one, "float32", isa, epilogue=epilogue)).all(), epilogue
     rows = {name: random((20, 24), i) for i, name in enumerate("qkv")}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.kernels.triton.attention import Scores
-from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU2, SILU
+from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT, Block, LayerNorm
 from nanoinfer.models.layers import RMSNorm
 
-ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu2": RELU2}
+ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ void read_names(const Settings& given, DecoderShape& shape) {
                                        {{"gelu_new", Epilogue::gelu_tanh},
                                         {"gelu", Epilogue::gelu_erf},
                                         {"silu", Epilogue::silu},
+                                        {"relu", Epilogue::relu},
                                         {"relu2", Epilogue::relu2}});
   shape.norm = by_name<Norm>("norm", given.norm_name, {{"layer", Norm::layer}, {"rms", Norm::rms}});
   const int weight = by_name<int>("norm_weight", given.norm_weight_name, {{"plain", 0}, {"one_plus", 1}, {"none", 2}});

@@ -96,6 +96,7 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
                                            {"gelu_tanh", Epilogue::gelu_tanh},
                                            {"gelu_erf", Epilogue::gelu_erf},
                                            {"silu", Epilogue::silu},
+                                           {"relu", Epilogue::relu},
                                            {"relu2", Epilogue::relu2},
                                            {"add", Epilogue::add},
                                            {"multiply", Epilogue::multiply},

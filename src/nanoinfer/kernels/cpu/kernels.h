@@ -38,7 +38,7 @@ constexpr std::int64_t group_of(WeightType type) {
 enum class CacheType : int { f32, bf16, i8 };
 enum class Norm : int { layer, rms };
 // add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
-enum class Epilogue : int { store, gelu_tanh, gelu_erf, silu, relu2, add, multiply, soft_cap };
+enum class Epilogue : int { store, gelu_tanh, gelu_erf, silu, relu, relu2, add, multiply, soft_cap };
 
 // Packed weights of y = W x + b: a view, whose memory belongs to a Decoder or a test. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
 // A thread reads its panels, and therefore memory, in order.

@@ -158,6 +158,7 @@ NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
     case Epilogue::gelu_tanh: return gelu_tanh(y);
     case Epilogue::gelu_erf: return gelu_erf(y);
     case Epilogue::silu: return silu(y);
+    case Epilogue::relu: return max(y, broadcast(0.0f));
     case Epilogue::relu2: return relu2(y);
     case Epilogue::add: return load(at) + y;
     case Epilogue::multiply: return load(at) * y;

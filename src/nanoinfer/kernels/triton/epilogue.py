@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GELU_TANH, GELU_ERF, SILU, RELU2 = 1, 2, 3, 4
+GELU_TANH, GELU_ERF, SILU, RELU2, RELU = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Epilogue:
 
     bias: Tensor | None = None
     activation: int = 0
-    """0, GELU_TANH, GELU_ERF, SILU or RELU2."""
+    """0, GELU_TANH, GELU_ERF, SILU, RELU2 or RELU."""
     residual: Tensor | None = None
     """(M, N); may be the output tensor."""
     scale: float = 1.0
@@ -121,6 +121,8 @@ def finish(
         acc = acc / (1.0 + tl.exp(-acc))
     if ACTIVATION == 4:
         acc = tl.maximum(acc, 0.0) * tl.maximum(acc, 0.0)
+    if ACTIVATION == 5:
+        acc = tl.maximum(acc, 0.0)
     if SCALE != 1.0:
         acc *= SCALE
     if keys is None:

@@ -31,13 +31,16 @@ class Recipe:
     parts: tuple[tuple[str, int], ...]
     """Name and number of rows of each stored tensor."""
     order: NDArray[np.intp] | None = None
-    """Row i of ours is row order[i] of the joined ones; None: the same order."""
+    """Row i of ours is row order[i] of the joined ones, some of which may be left out; None: the same order."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
 
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
-        values = tensor.values if self.order is None else tensor.values[np.argsort(self.order)]
+        values = tensor.values
+        if self.order is not None:
+            values = np.zeros((sum(rows for _, rows in self.parts), *values.shape[1:]), values.dtype)
+            values[self.order] = tensor.values
         start = 0
         for name, rows in self.parts:
             part = HostTensor(values[start : start + rows], tensor.dtype)
@@ -76,6 +79,8 @@ class Family:
     """Prefix of the names in a layer."""
     order: Callable[[ModelConfig, str], NDArray[np.intp] | None] = lambda config, part: None
     """Order of the rows of one of our parts (`Recipe.order`)."""
+    first_row: Mapping[str, int] = field(default_factory=dict)
+    """Our parts that are the rows from this one on of a stored tensor, whose rows before mean nothing."""
     transposed: frozenset[str] = frozenset()
     """Our parts whose matrix is stored as (in, out)."""
     ignored: tuple[str, ...] = ()
@@ -138,6 +143,8 @@ class Family:
         if isinstance(theirs, str) and "{}" in theirs and config.experts is not None:
             count = config.experts.count
             return Recipe(tuple((f"{prefix}{theirs.format(e)}{suffix}", rows // count) for e in range(count)))
+        if (first := self.first_row.get(part)) is not None:
+            return Recipe(((f"{prefix}{theirs}{suffix}", first + rows),), np.arange(first, first + rows))
         if isinstance(theirs, str):
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)

@@ -23,7 +23,7 @@ HARMLESS = frozenset(
 )
 ACTIVATIONS = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",
-    "relu2": "relu2",
+    "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
