@@ -133,10 +133,12 @@ DIGESTS = {
     "Q4_0": "7a39e7e97e387d59", "Q4_1": "c60e8bfb88636f15", "Q5_0": "e3f3db838cda23b7", "Q5_1": "75f2b9ba3e1f6a14",
     "Q8_0": "f9eb333c064e213c", "Q2_K": "4aa5161533d7463c", "Q3_K": "244a127a7e648354", "Q4_K": "32575d58f6fd62c6",
     "Q5_K": "d3e2457817598d6c", "Q6_K": "baff438ee46773d2", "IQ4_NL": "0b7ecdac4aca0f17",
-    "IQ4_XS": "6ec773cbdae4ef77", "MXFP4": "2ca8fb7b8615d458",
+    "IQ4_XS": "6ec773cbdae4ef77", "MXFP4": "2ca8fb7b8615d458", "TQ1_0": "d76aca47d4e20fcb",
+    "TQ2_0": "dd25d9052cd5e03b",
 }  # fmt: skip
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}  # fmt: skip
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
+          "TQ1_0": [52], "TQ2_0": [64]}  # fmt: skip
 QUANTIZED = {kind: f for kind, f in FORMATS.items() if f.compute is not None}
 
 
@@ -200,7 +202,8 @@ def test_experts_in_every_format_are_matrices_of_its_blocks(kind: int, tmp_path:
     stored = Stored((3, 32, 256), kind, blocks.tobytes())
     weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf", tensors={name: stored}))
     ours = "transformer.h.0.mlp.experts.c_fc.weight"
-    assert weights.block_formats[ours] == ((FORMATS[kind].name.lower(), 96),)
+    own = FORMATS[kind].converted or (FORMATS[kind].name,)
+    assert weights.block_formats[ours] == ((own[0].lower(), 96),)
     assert weights.block_formats[ours.replace("c_fc", "c_gate")] == (("q8_0", 96),)  # they share their inputs
     values = FORMATS[kind].dequantize(blocks).reshape(96, 256)
     np.testing.assert_array_equal(dict(weights.read())[ours].float32(), values)

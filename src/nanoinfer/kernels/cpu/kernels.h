@@ -25,7 +25,7 @@ constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, tha
 
 // The formats of GGUF files (BlockFormat in layout.h).
 #define NI_BLOCK_FORMATS(f)                                                                                          \
-  f(q8_0) f(q4_0) f(q4_1) f(q5_0) f(q5_1) f(iq4_nl) f(mxfp4) f(q2_k) f(q3_k) f(q4_k) f(q5_k) f(q6_k) f(iq4_xs)
+  f(q8_0) f(q4_0) f(q4_1) f(q5_0) f(q5_1) f(iq4_nl) f(mxfp4) f(q2_k) f(q3_k) f(q4_k) f(q5_k) f(q6_k) f(iq4_xs) f(tq2_0)
 #define NI_NAME(name) , name
 enum class WeightType : int { f32, f16, bf16, i8, i4 NI_BLOCK_FORMATS(NI_NAME) };
 #undef NI_NAME

@@ -81,6 +81,7 @@ struct BlockFormat {
         block = 136, offset = 128, table = kTableIq4, num_scales = 8, scale_bits = 6, scale_zero = 32;
         at_scales = 2, at_low = 8;
         break;
+      case WeightType::tq2_0: inputs = 256, block = 66, bits = 2, offset = 1, low_span = 32, at_scale = 64; break;
       default: break;
     }
     if (num_scales) inputs = 256;

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
-from nanoinfer.utils.arrays import FileBlocks, HostTensor
+from nanoinfer.utils.arrays import BlockMatrix, FileBlocks, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
 
@@ -68,7 +68,12 @@ class BlockTensor(StoredTensor):
     def block_format(self) -> str | None:
         """As `StoredTensor.block_format`: what is not read as rows of blocks is rounded to Q8_0."""
         rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
-        return self.format.name.lower() if rows else "q8_0"
+        return self._own[0].lower() if rows else "q8_0"
+
+    @property
+    def _own(self) -> tuple[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]:
+        """Name of the format of a matrix that is read, and what makes its blocks of the stored ones."""
+        return self.format.converted or (self.format.name, lambda blocks: blocks)
 
     def dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the values of blocks as one dimension."""
@@ -76,8 +81,14 @@ class BlockTensor(StoredTensor):
 
     def read(self) -> HostTensor:
         """Return a matrix, whose rows of blocks are read later; read a tensor in float32. Raises as `StoredTensor`."""
-        if self.block_format == self.format.name.lower():
+        own, convert = self._own
+        if self.block_format == own.lower():
             rows, columns = self.shape
+            if own != self.format.name:
+                kind = next(format for format in FORMATS.values() if format.name == own)
+                blocks = convert(self.read_blocks()).reshape(rows, -1)
+                dequantize = lambda b: kind.dequantize(b.reshape(-1, kind.block_bytes))  # noqa: E731
+                return BlockMatrix(blocks, own.lower(), columns, dequantize)
             row_bytes = columns // self.format.block_size * self.format.block_bytes
             places = np.full((rows, 2), self.file.fileno())
             places[:, 1] = self.start + row_bytes * np.arange(rows)

@@ -35,6 +35,8 @@ class Format:
     """Bytes of a block."""
     compute: Callable[[Bytes], Floats] | None = None
     """Return the values of blocks, (num_blocks, block_size); None: the format is not quantized."""
+    converted: tuple[str, Callable[[Bytes], Bytes]] | None = None
+    """The format of the same values that engine native computes in, and what converts blocks; None: this one."""
 
     def dequantize(self, blocks: Bytes) -> Floats:
         """Return the values of blocks (num_blocks, block_bytes), as one dimension."""
@@ -129,6 +131,26 @@ def _mxfp4(b: Bytes) -> Floats:
     return products
 
 
+def _trits(field: Bytes, count: int) -> Bytes:
+    """Return `count` digits of base 3 of each byte: the first ones of all bytes, then the second ones, and so on.
+
+    A byte is 256 / 3^5 times a number of five digits, rounded up: its product with 3 has the first digit above 8 bits.
+    """
+    rest = field[:, None, :] * np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]  # modulo 256
+    return (rest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(field), -1)
+
+
+def _tq1_0_to_tq2_0(b: Bytes) -> Bytes:
+    codes = np.concatenate([_trits(b[:, :32], 5), _trits(b[:, 32:48], 5), _trits(b[:, 48:52], 4)], axis=1)
+    fields = codes.reshape(len(b), 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return np.concatenate([np.bitwise_or.reduce(fields, axis=2).reshape(len(b), 64), b[:, 52:]], axis=1)
+
+
+def _tq2_0(b: Bytes) -> Floats:
+    products: Floats = _half(b[:, 64:]) * (_bits(b[:, :64], 2, 32).astype(np.float32) - 1)
+    return products
+
+
 FORMATS: dict[int, Format] = {
     0: Format("F32", 1, 4),
     1: Format("F16", 1, 2),
@@ -146,12 +168,14 @@ FORMATS: dict[int, Format] = {
     23: Format("IQ4_XS", _K, 136, _iq4_xs),
     28: Format("F64", 1, 8),
     30: Format("BF16", 1, 2),
+    34: Format("TQ1_0", _K, 54, lambda b: _tq2_0(_tq1_0_to_tq2_0(b)), ("TQ2_0", _tq1_0_to_tq2_0)),
+    35: Format("TQ2_0", _K, 66, _tq2_0),
     39: Format("MXFP4", 32, 17, _mxfp4),
 }
 """By ggml's number of the type."""
 
 UNSUPPORTED = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M",
 }  # fmt: skip
 """Names of other types, for messages."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, FileBlocks, HostTensor, JoinedBlocks
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, BlockMatrix, FileBlocks, HostTensor, JoinedBlocks
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
@@ -168,6 +168,9 @@ class JoinedTensor:
 
 def _join(tensors: Sequence[HostTensor]) -> HostTensor:
     """Return tensors of one dtype, one below the other."""
+    if len({type(t) for t in tensors}) > 1 and isinstance(first := tensors[0], BlockMatrix):
+        blocks = [t.blocks() for t in tensors if isinstance(t, BlockMatrix)]  # some were converted when they were read
+        return BlockMatrix(np.concatenate(blocks), first.dtype, first.columns, first.dequantize)
     joined = replace(tensors[0], values=np.concatenate([t.values for t in tensors]))
     if isinstance(joined, FileBlocks):
         return replace(joined, files=frozenset().union(*(t.files for t in tensors if isinstance(t, FileBlocks))))
