@@ -106,6 +106,10 @@ class ModelConfig:
     """Whether the output head has biases."""
     logits_softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap)."""
+    sub_norms: bool = False
+    """Whether attention's output and the MLP's hidden layer are normalised before the matrices that follow them."""
+    rounded_inputs: bool = False
+    """Whether the inputs of a layer's matrices are rounded to 8 bits, with one scale for each token."""
     experts: Experts | None = None
     """The mixture of experts in the layers that have one."""
 
@@ -130,6 +134,10 @@ class ModelConfig:
             raise NanoinferError("norm_placement=shared needs parallel_residual=True")
         if self.head_bias and self.tie_word_embeddings:
             raise NanoinferError("head_bias=True needs tie_word_embeddings=False")
+        if self.sub_norms and not (self.gated_mlp and self.norm == "rms" and self.experts is None):
+            raise NanoinferError("sub_norms=True needs norm=rms, gated_mlp=True and no experts")
+        if self.rounded_inputs and self.experts is not None:
+            raise NanoinferError("rounded_inputs=True is not supported with experts")
         if self.bos_token_id is not None:
             require_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         if not isinstance(self.eos_token_ids, tuple):
@@ -234,7 +242,10 @@ _GPT2_FIELDS = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "bias", "activation", "norm_epsilon",
     "tie_word_embeddings", "bos_token_id", "eos_token_ids", "family",
 )  # fmt: skip
-_FLAGS = ("tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias")
+_FLAGS = (
+    "tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias",
+    "sub_norms", "rounded_inputs",
+)  # fmt: skip
 _FACTORS = (
     "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",
 )  # fmt: skip

@@ -54,7 +54,7 @@ Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t 
   const std::size_t bytes = prepared_bytes(w.m.type, w.m.in);
   std::vector<std::uint8_t> prepared(padded_rows(rows) * bytes);
   for (std::int64_t r = 0; r < rows; ++r)
-    k.prepare(w.m.type, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data());
+    k.prepare(w.m.type, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data(), /*largest=*/0);
   y.resize(rows * w.stride());
   const MatmulTask task{&w.m, prepared.data(), bytes, rows, y.data(), w.stride(), epilogue};
   k.matmul(task, 0, 1);

@@ -180,6 +180,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt-untied": (
         "OPTConfig", OPT | {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"},
     ),
+    "bitnet": ("BitNetConfig", {}),
+    "bitnet-one-head": ("BitNetConfig", {"num_key_value_heads": 1, "attention_bias": True}),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }  # fmt: skip

@@ -200,6 +200,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"n_positions": 0}, "n_positions=0 is not an integer"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported: only True is"),
     ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim=512 is not supported: only 768 is"),
+    ("bitnet", {"head_dim": 9}, "head_dim=9 is not supported: only 8 is"),
     ("mamba", {}, "model_type='mamba' is not supported: only gpt2, gpt_neox, llama"),
     ("gemma3", {}, "text_config=None is not an object"),
     ("mistral3", {"text_config": {"model_type": "mamba"}}, "model_type='mamba' is not supported: only gpt2"),

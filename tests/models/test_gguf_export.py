@@ -70,6 +70,8 @@ REFUSED = {
     "glm4": "family glm4",
     "helium": "family helium",
     "gptj": "family gptj",
+    "bitnet": "family bitnet",
+    "bitnet-one-head": "family bitnet",
     "opt": "family opt",
     "opt-untied": "family opt",
     "qwen2_moe": "experts=Experts(count=5",

@@ -35,6 +35,7 @@ from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.rotary import frequencies
+from nanoinfer.models.rounded_inputs import round_inputs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,6 +79,8 @@ class Attention(nn.Module):
                 make_norm(config, config.head_dim if config.qk_norm == "head" else width) for width in widths[:2]
             )
 
+        self.sub_norm = make_norm(config, config.attn_dim) if config.sub_norms else nn.Identity()
+
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
         """Return the attention output of x, (..., C), same shape. Queries and keys are rotated before `attend`."""
         q, k, v = self.c_attn(x).split(self.widths, dim=-1)
@@ -89,7 +92,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(torch.cat((q, k), -2), rotation).tensor_split((self.n_head,), -2)
-        return self.c_proj(attend(q, k, v).flatten(-2))  # type: ignore[no-any-return]
+        return self.c_proj(self.sub_norm(attend(q, k, v).flatten(-2)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -129,6 +132,8 @@ class Block(nn.Module):
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
         self.scale = config.residual_scale
         self.dropout = dropout
+        if config.rounded_inputs:
+            round_inputs(self)
 
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
         """Return the block's output of x, (..., C), same shape."""

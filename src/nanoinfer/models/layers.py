@@ -58,10 +58,11 @@ class GatedMLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
         self.activation = ACTIVATIONS[config.activation]
+        self.sub_norm = RMSNorm(config, config.mlp_dim) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output of x, (..., C), same shape."""
-        return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))  # type: ignore[no-any-return]
+        return self.c_proj(self.sub_norm(self.activation(self.c_gate(x)) * self.c_fc(x)))  # type: ignore[no-any-return]
 
 
 def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Rotation:

@@ -47,6 +47,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm != "none":
             norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
             norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
+        if config.sub_norms:
+            norm(f"{h}.attn.sub_norm", config.attn_dim)
         if "post_1" in config.block_norms:
             norm(f"{h}.post_1")
         if "ln_2" in config.block_norms:
@@ -58,6 +60,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 linear(f"{h}.mlp.c_gate", F, C, "mlp")
             linear(f"{h}.mlp.c_fc", F, C, "mlp")
             linear(f"{h}.mlp.c_proj", C, F, "mlp")
+            if config.sub_norms:
+                norm(f"{h}.mlp.sub_norm", F)
         if "post_2" in config.block_norms:
             norm(f"{h}.post_2")
     norm("transformer.ln_f")

@@ -57,7 +57,7 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_fc": MATRIX_PRODUCTS,
     "c_gate": MATRIX_PRODUCTS,
     "lm_head": OUTPUT_HEAD,
-    **dict.fromkeys(("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "ln_e", "ln_f"), NORMS),
+    **dict.fromkeys(("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "sub_norm", "ln_e", "ln_f"), NORMS),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,
 }

@@ -289,7 +289,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     of_attention = len(config.block_norms) - of_mlp
     qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm)
+    vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
     attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
     norms = norm * of_mlp * C * s
     if config.layer(layer).experts and config.experts is not None:
@@ -302,7 +302,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
-    return attention, norms + mlp, 0
+    return attention, norms + mlp + norm * config.sub_norms * F * s, 0
 
 
 def _token_activations(config: ModelConfig) -> int:
@@ -324,6 +324,8 @@ def _token_activations(config: ModelConfig) -> int:
         layer += 2 * (A + K)
     if config.residual_scale is not None:
         layer += 4 * C
+    if config.sub_norms:
+        layer += 2 * (A + F)
     rotated = 2 * (A + K) * sum(config.layer(i).rotary is not None for i in range(config.n_layer))
     # wte + wpe 3C, scalings 2C each, ln_e 2C, ln_f 2C.
     scalings = (config.embedding_scale is not None) + (config.final_scale is not None)

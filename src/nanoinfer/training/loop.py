@@ -139,6 +139,10 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
     """Return a copy of an existing model with its positions cropped to block_size, its tokenizer and the JSON."""
     override = None if config.tokenizer in ("char", "bpe") else config.tokenizer
     loaded = load_model(config.init, tokenizer=override)
+    if loaded.config.rounded_inputs:  # whose gradient is 0
+        raise NanoinferError(
+            f"init={config.init!r} rounds its inputs (rounded_inputs=True): such models are not trained"
+        )
     if loaded.tokenizer is None:
         raise NanoinferError(f"init={config.init!r}: {loaded.no_tokenizer_reason}")
     if config.block_size > loaded.config.block_size:

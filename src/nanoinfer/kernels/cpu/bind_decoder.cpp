@@ -225,6 +225,8 @@ void bind_decoder(nb::module_& m) {
       .def_rw("learned_positions", &Settings::learned_positions)
       .def_rw("parallel_residual", &Settings::parallel_residual)
       .def_rw("gated_mlp", &Settings::gated_mlp)
+      .def_rw("sub_norms", &Settings::sub_norms)
+      .def_rw("rounded_inputs", &Settings::rounded_inputs)
       .def_rw("num_experts", &Settings::num_experts)
       .def_rw("experts_per_token", &Settings::experts_per_token)
       .def_rw("expert_dim", &Settings::expert_dim)

@@ -84,6 +84,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
     require(index >= -1 && index < static_cast<std::int64_t>(s.frequencies.size()),
             "rotary must be an index of frequencies or -1: " + str(index));
   require(s.sparse.size() == layers, "sparse needs a number for each layer");
+  require(!s.num_experts || !(s.sub_norms || s.rounded_inputs), "sub_norms and rounded_inputs are not supported with experts");
   if (s.num_experts) {
     check_size("num_experts", s.num_experts);
     check_size("expert_dim", s.expert_dim);
@@ -151,6 +152,10 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer, bool spa
   if (s.head_norm || s.whole_norm) {
     add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? s.head_dim : q);
     add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? s.head_dim : kv);
+  }
+  if (s.sub_norms) {
+    add_norm(prefix + "attn.sub_norm", layer.attn_sub, q);
+    add_norm(prefix + "mlp.sub_norm", layer.mlp_sub, s.mlp_dim);
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
   if (s.norm_before && !s.shared_norm) add_norm(prefix + "ln_2", layer.ln_2, C);

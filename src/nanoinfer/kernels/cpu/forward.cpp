@@ -12,6 +12,7 @@ namespace nanoinfer {
 namespace {
 
 constexpr std::int64_t kGateFloats = 1 << 16;  // outputs of a gate that are computed before those of c_fc
+constexpr float kLeastRounded = 1e-5f;  // DecoderShape::rounded_inputs: the least magnitude that becomes 127
 constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: small enough to give every thread some items
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
@@ -29,7 +30,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
   attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(std::max(s.mlp_dim, s.shared_dim));
-  scratch_stride_ = padded(std::max(attention_scratch(s.head_dim, s.block_size), s.n_embd));
+  scratch_stride_ = padded(std::max({attention_scratch(s.head_dim, s.block_size), s.n_embd, s.attn_dim(), s.mlp_dim}));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
@@ -157,7 +158,8 @@ void ForwardPass::attention(std::int64_t index) {
   multiply_parts(w.c_attn, qkv_, qkv_stride_);
   store(index);
   attend(index);
-  prepare(attended_, attended_stride_, w.c_proj);
+  if (model_.shape.sub_norms) prepare_normed(w.attn_sub, attended_, attended_stride_, w.c_proj);
+  else prepare(attended_, attended_stride_, w.c_proj);
   residual(w.c_proj, w.post_1);
 }
 
@@ -182,7 +184,8 @@ void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
 
 void ForwardPass::mlp_output(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
-  prepare(hidden_, hidden_stride_, w.mlp_proj);
+  if (model_.shape.sub_norms) prepare_normed(w.mlp_sub, hidden_, hidden_stride_, w.mlp_proj);
+  else prepare(hidden_, hidden_stride_, w.mlp_proj);
   residual(w.mlp_proj, w.post_2);
 }
 
@@ -239,7 +242,7 @@ void ForwardPass::route(const LayerWeights& layer) {
     float* y = m.x + r * m.x_stride;
     if (s.norm_before) norm(layer.ln_2, x, s.n_embd, y);
     else std::copy(x, x + s.n_embd, y);
-    kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_);
+    kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_, /*largest=*/0);
   });
   multiply(task(router, m.logits, m.logit_stride, Epilogue::store), &PartSeconds::products);
 }
@@ -276,20 +279,38 @@ void ForwardPass::norm(const NormWeights& weights, const float* x, std::int64_t 
 // x, after a norm if the model has one there, as prepared rows for the next product.
 void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next) {
   if (!model_.shape.norm_before) return prepare(x_, x_stride_, next);
-  add_rows(&PartSeconds::others, [this, &weights, &next](int rank, std::int64_t r) {
-    const std::int64_t C = model_.shape.n_embd;
+  prepare_normed(weights, x_, x_stride_, next);
+}
+
+void ForwardPass::prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next) {
+  add_rows(&PartSeconds::others, [this, &weights, from, stride, &next](int rank, std::int64_t r) {
     float* y = scratch_ + rank * scratch_stride_;
-    norm(weights, x_ + r * x_stride_, C, y);
-    observe(y, next, rank);
-    kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, next.prepared, prepared_);
+    norm(weights, from + r * stride, next.in, y);
+    prepare_row(y, next, rank, r);
   });
 }
 
 void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next) {
   add_rows(&PartSeconds::others, [this, from, stride, &next](int rank, std::int64_t r) {
-    observe(from + r * stride, next, rank);
-    kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, next.prepared, prepared_);
+    prepare_row(from + r * stride, next, rank, r);
   });
+}
+
+// Integers of 8 bits keep the row's scale, so that they are rounded once. Other types take the rounded values.
+void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row) {
+  observe(x, next, rank);
+  float largest = 0;
+  if (model_.shape.rounded_inputs) {
+    largest = kLeastRounded;
+    for (std::int64_t i = 0; i < next.in; ++i) largest = std::max(largest, std::fabs(x[i]));
+  }
+  if (largest > 0 && group_of(next.type) == 0) {
+    constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+    float* y = scratch_ + rank * scratch_stride_;  // may be x
+    for (std::int64_t i = 0; i < next.in; ++i) y[i] = ((x[i] * (127 / largest) + magic) - magic) / (127 / largest);
+    x = y;
+  }
+  kernels_.prepare(next.type, x, next.in, next.depth, row, num_rows_, next.prepared, prepared_, largest);
 }
 
 void ForwardPass::observe_inputs() {
@@ -420,7 +441,7 @@ void ForwardPass::finish() {
     if (model_.shape.final_scale != 1)
       for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
     observe(y, w, rank);
-    kernels_.prepare(w.type, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data());
+    kernels_.prepare(w.type, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data(), /*largest=*/0);
   });
 }
 

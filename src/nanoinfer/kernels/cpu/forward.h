@@ -33,6 +33,8 @@ struct DecoderShape {
   bool learned_positions = true;
   bool parallel_residual = false;
   bool gated_mlp = false;
+  bool sub_norms = false;             // norms of attention's output and of the MLP's hidden layer
+  bool rounded_inputs = false;        // the inputs of a layer's matrices have 8 bits, and one scale for each row
   bool tied = true;                   // the output head shares the token embedding's weights
   float attention_scale = 0;          // of the scores; 0: 1 / sqrt(head_dim)
   float attention_softcap = 0, logits_softcap = 0;  // 0: none
@@ -72,7 +74,7 @@ struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
-  NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm;
+  NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, attn_sub, mlp_sub;
 };
 
 struct ModelWeights {
@@ -134,6 +136,7 @@ class ForwardPass {
   void route(const LayerWeights& layer);
   void routed_experts(const ExpertWeights& w);
   void prepare_input(const NormWeights& weights, const Matrix& next);
+  void prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next);
   void prepare(const float* from, std::int64_t stride, const Matrix& next);
   void multiply(const MatmulTask& task, double PartSeconds::*part);
   void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride);
@@ -150,6 +153,7 @@ class ForwardPass {
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void observe(const float* x, const Matrix& w, int rank);
+  void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
   void attend_item(std::int64_t layer, const Item& item, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
 

@@ -102,9 +102,10 @@ struct Kernels {
   const char* name;
   // Compute panels [begin, end) of y = epilogue(x W^T + b) for all rows.
   void (*matmul)(const MatmulTask& task, std::int64_t begin, std::int64_t end);
-  // Write prepared row `row` of `rows` rows: x[0:n], padded with zeros to `depth`.
+  // Write prepared row `row` of `rows` rows: x[0:n], padded with zeros to `depth`. largest: the magnitude that becomes 127
+  // in all groups of int8; 0: the largest of each group.
   void (*prepare)(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
-                  std::int64_t rows, std::size_t stride, std::uint8_t* out);
+                  std::int64_t rows, std::size_t stride, std::uint8_t* out, float largest);
   // layer: y[0:n] = (x - mean) / sqrt(variance + eps) * weight + bias.
   // rms:   y[0:n] = x / sqrt(mean of squares + eps) * weight + bias. y may be x.
   void (*norm)(Norm norm, const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y);

@@ -16,7 +16,7 @@ NI_INLINE i32x16 round(f32x16 x) {
   return r;
 }
 
-// Up to G floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127. A group with a
+// Up to G floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127; `given` may be it. A group with a
 // NaN or an infinity gets a NaN scale, which reaches the logits.
 template <std::int64_t G>
 struct Int8Group {
@@ -25,7 +25,7 @@ struct Int8Group {
   std::int32_t sums[G / 16];  // of 16 each
 };
 template <std::int64_t G>
-NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
+NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n, float given) {
   constexpr int kVectors = G / 16;
   f32x16 v[kVectors], top = broadcast(0.0f), check = broadcast(0.0f);
   for (int i = 0; i < kVectors; ++i) {
@@ -33,7 +33,7 @@ NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
     top = max(top, abs(v[i]));
     check = check + v[i] * broadcast(0.0f);
   }
-  const float most = largest(top), bad = sum(check);  // bad is 0 or NaN
+  const float most = given > 0 ? given : largest(top), bad = sum(check);  // bad is 0 or NaN
   const bool usable = most > 1e-30f && bad == 0;
   const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
   Int8Group<G> g;
@@ -49,10 +49,10 @@ NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
 // Write a row as int8 units, then scales, then shifts or sums (kernels.h).
 template <std::int64_t G>
 NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height,
-                            Unit* to) {
+                            Unit* to, float largest) {
   Unit* after = to + (depth / 4 + depth / G) * height;  // the scales
   for (std::int64_t g = 0; g < depth / G; ++g) {
-    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G);
+    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G, largest);
     std::uint32_t quads[G / 4];
     __builtin_memcpy(quads, group.q, sizeof quads);
     for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
@@ -67,7 +67,7 @@ NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std
 }
 
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
-             std::size_t stride, std::uint8_t* out) {
+             std::size_t stride, std::uint8_t* out, float largest) {
 #if defined(__AMX_TILE__)
   if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, stride, out);
 #endif
@@ -89,8 +89,8 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
       }
       return;
     case WeightType::i8:
-    case WeightType::i4: return prepare_int8<kGroup>(type, x, n, depth, height, to);
-    default: return prepare_int8<kSmallGroup>(type, x, n, depth, height, to);
+    case WeightType::i4: return prepare_int8<kGroup>(type, x, n, depth, height, to, largest);
+    default: return prepare_int8<kSmallGroup>(type, x, n, depth, height, to, largest);
   }
 }
 

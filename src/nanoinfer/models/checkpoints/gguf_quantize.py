@@ -20,7 +20,7 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats, Fo
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
-OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
+OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0, "TQ2_0": 1}
 """What is added to the integers of a format before they are stored."""
 _SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
 """What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
@@ -152,15 +152,17 @@ def _affine(x: Floats, h: Floats | None, highest: int) -> tuple[Floats, Floats]:
 
 
 def assemble(name: str, scales: Floats, u: Bytes) -> Bytes:
-    """Return blocks of Q4_0, Q5_0 or Q8_0.
+    """Return blocks of one of `OFFSETS`.
 
     Args:
         name: the format.
         scales: float16 numbers, (num_blocks).
-        u: integers plus 8, 16 or 0 (`OFFSETS`), as the formats store them, (num_blocks, 32).
+        u: integers plus 8, 16, 0 or 1 (`OFFSETS`), as the formats store them, (num_blocks, values of a block).
     """
     if name == "Q8_0":
         return np.concatenate([_bytes(scales), u], axis=1)
+    if name == "TQ2_0":
+        return np.concatenate([_packed(u, 2, 32), _bytes(scales)], axis=1)
     high = [np.packbits(u >> 4, axis=1, bitorder="little")] if name == "Q5_0" else []
     return np.concatenate([_bytes(scales), *high, u[:, :16] & 15 | u[:, 16:] << 4], axis=1)
 

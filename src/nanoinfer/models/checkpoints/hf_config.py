@@ -24,6 +24,7 @@ WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Models of texts and images whose text model is read -> its model_type where the config does not say it."""
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
 _SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
+_BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
 
@@ -49,8 +50,9 @@ def read(path: Path, quantized: bool = False) -> ModelConfig:
     fields = Fields(raw)
     with about(where):
         fields.only("is_encoder_decoder", False, None)
+        rounds = [_rounds_inputs(fields.get(name)) for name in _QUANTIZATION]
         for name in _QUANTIZATION:
-            fields.get(name) if quantized else fields.only(name, None)
+            fields.get(name) if quantized or any(rounds) else fields.only(name, None)
         fields.only("is_causal", True, None)
         fields.only("use_bidirectional_attention", False, None)
         config = family.read(fields)
@@ -58,10 +60,15 @@ def read(path: Path, quantized: bool = False) -> ModelConfig:
             "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),
             "eos_token_ids": _end_tokens(raw, path.with_name("generation_config.json")),
         }
-        config = replace(config, **tokens)
+        config = replace(config, **tokens, rounded_inputs=any(rounds))
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config
+
+
+def _rounds_inputs(quantization: Any) -> bool:
+    """Return whether a quantization_config asks for BitNet's layers, whose inputs are rounded."""
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "bitnet"
 
 
 def quantization(path: Path) -> Any:
@@ -133,6 +140,7 @@ def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "dtype": dtype,
         "torch_dtype": dtype,  # the name before transformers 5
+        **({"quantization_config": _BITNET} if config.rounded_inputs else {}),
         "use_cache": True,
         "pad_token_id": None,  # some defaults of transformers are outside a small vocabulary
     }

@@ -191,6 +191,13 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
             zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None
             if zeros is not None and name not in tensors:
                 tensors[name] = zeros
+    if config.rounded_inputs:  # BitNet's layers: stored values times a scale
+        one = HostTensor(np.ones(1, np.float32), "float32").to(dtype)
+        tensors |= {
+            name.replace(".weight", ".weight_scale"): one
+            for name, tensor in tensors.items()
+            if len(tensor.shape) == 2 and name.startswith(family.layer.partition("{}")[0])
+        }
     files = {
         "model.safetensors": to_safetensors(tensors),
         "config.json": json.dumps(hf_config.to_dict(config, dtype), indent=2).encode() + b"\n",

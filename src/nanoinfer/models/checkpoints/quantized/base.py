@@ -31,9 +31,9 @@ FLOATS = ("float16", "bfloat16", "float32")
 Numbers = NDArray[Any]
 
 _CHUNK = 1 << 18  # values that are computed at a time, which limits the memory of intermediate results
-_BLOCK = 32  # values in a block of the formats below
-_EXACT = (("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 127))
-"""Formats whose values are (an integer of a range) * (a float16 scale of 32 values), the smallest first."""
+_BLOCK = 32  # values in the smallest block of the formats below
+_EXACT = (("tq2_0", -1, 2), ("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 127))
+"""Formats whose values are (an integer of a range) * (a float16 scale of a block), the smallest first."""
 _BY_NAME = {format.name.lower(): format for format in FORMATS.values()}
 
 
@@ -122,12 +122,14 @@ class Scaled:
     """The lowest and the highest code."""
     table: NDArray[np.float32] | None = None
     """The values of codes that are no integers."""
+    whole: bool = True
+    """Whether the codes are integers."""
     order: NDArray[np.intp] | None = None
     """The column of rectangles to which each column belongs; None: consecutive columns share one."""
 
     def exact(self) -> tuple[str | None, str]:
         """As `Codec.exact`."""
-        if self.table is not None:
+        if self.table is not None or not self.whole:
             return None, "codes are not integers"
         if self.order is not None:
             return None, "columns are ordered by activations"
@@ -139,7 +141,11 @@ class Scaled:
                 return None, "scales are not float16"
         zeros = self.zeros()
         low, high = self.limits[0] - int(zeros.max()), self.limits[1] - int(zeros.min())
-        fitting = (name for name, least, most in _EXACT if least <= low and high <= most)
+        sizes = (self.shape[1], self.block[1] if self.block[1] < self.shape[1] else 0)  # a block has one scale
+        fitting = (
+            name for name, least, most in _EXACT
+            if least <= low and high <= most and not any(n % _BY_NAME[name].block_size for n in sizes)
+        )  # fmt: skip
         name = next(fitting, None)
         return name, "" if name else "codes without their zero points have more than 8 bits"
 
@@ -169,13 +175,14 @@ class Scaled:
         """As `Codec.blocks`."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         kind, (rows, columns) = _BY_NAME[format], self.shape
-        blocks = np.empty((rows, columns // _BLOCK * kind.block_bytes), np.uint8)
+        size = kind.block_size
+        blocks = np.empty((rows, columns // size * kind.block_bytes), np.uint8)
         below = (zeros.astype(np.int16) - OFFSETS[kind.name]).astype(np.uint8)  # modulo 256: results have 8 bits
         for start, end in _chunks(self.shape):
             u = codes[start:end].view(np.uint8) - self._spread(below, start, end)
-            shape = (end - start, columns // _BLOCK)
-            each = np.broadcast_to(self._spread(scales, start, end, _BLOCK), shape)
-            blocks[start:end] = assemble(kind.name, each.reshape(-1), u.reshape(-1, _BLOCK)).reshape(shape[0], -1)
+            shape = (end - start, columns // size)
+            each = np.broadcast_to(self._spread(scales, start, end, size), shape)
+            blocks[start:end] = assemble(kind.name, each.reshape(-1), u.reshape(-1, size)).reshape(shape[0], -1)
         return blocks
 
 

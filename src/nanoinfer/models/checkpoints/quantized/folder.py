@@ -15,6 +15,7 @@ from nanoinfer.models.checkpoints.quantized.base import Method, Parts, Quantized
 from nanoinfer.models.checkpoints.quantized.compressed_tensors import COMPRESSED_TENSORS
 from nanoinfer.models.checkpoints.quantized.floats import BITSANDBYTES, FBGEMM_FP8, FP8, MXFP4
 from nanoinfer.models.checkpoints.quantized.integers import AWQ, GPTQ
+from nanoinfer.models.checkpoints.quantized.ternary import BITNET
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import show
@@ -24,7 +25,7 @@ log = logging.getLogger("nanoinfer")
 
 METHODS: dict[str, Method] = {
     "gptq": GPTQ, "awq": AWQ, "compressed-tensors": COMPRESSED_TENSORS, "fp8": FP8, "fbgemm_fp8": FBGEMM_FP8,
-    "bitsandbytes": BITSANDBYTES, "mxfp4": MXFP4,
+    "bitsandbytes": BITSANDBYTES, "mxfp4": MXFP4, "bitnet": BITNET,
 }  # fmt: skip
 """By quant_method in quantization_config."""
 _ACTIVATIONS = tuple(
