@@ -187,10 +187,10 @@ def test_a_model_outlives_its_file(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     "name,value",
     [
-        ("model_type", "opt"),
+        ("model_type", "mamba"),
         ("model_type", None),
         ("model_type", ["gpt2"]),
-        ("activation_function", "relu"),
+        ("activation_function", "tanh"),
         ("activation_function", ["gelu"]),
         ("activation_function", None),
         ("scale_attn_weights", False),

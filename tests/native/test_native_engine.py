@@ -43,7 +43,7 @@ def test_sizes_out_of_range_are_refused(field: str) -> None:
 
 def test_unknown_names_are_refused() -> None:
     for change in (
-        {"weights": "int3"}, {"cache": "float16"}, {"isa": "mmx"}, {"activation": "relu"}, {"n_head": 3},
+        {"weights": "int3"}, {"cache": "float16"}, {"isa": "mmx"}, {"activation": "tanh"}, {"n_head": 3},
         {"norm_epsilon": -1.0}, {"norm_epsilon": math.nan}, {"norm_epsilon": 2.0},
     ):  # fmt: skip
         with pytest.raises(ValueError):
