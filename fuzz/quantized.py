@@ -66,11 +66,17 @@ def nf4(rows: int, columns: int) -> Tensors:
     }  # fmt: skip
 
 
+def ternary(rows: int, columns: int) -> Tensors:
+    """Return the tensors of a matrix of BitNet's."""
+    return {"weight": words(rows // 4, columns // 4).view(torch.uint8), "weight_scale": torch.tensor([0.25])}
+
+
 METHODS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
     "packed": (packed, {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
                         "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [16, 32]}),
+    "ternary": (ternary, {"quant_method": "bitnet", "linear_class": "autobitlinear"}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
 

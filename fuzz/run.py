@@ -24,7 +24,8 @@ BOUNDARY = ("decoder", "sampler", "kernels")
 SANITIZED = (*BOUNDARY, "packed", "gguf-native")
 TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf",
            "quantized-gptq", "quantized-packed", "quantized-fp8", "quantized-nf4", "quantized-gptq-config",
-           "quantized-packed-config", "quantized-fp8-config", "quantized-nf4-config",
+           "quantized-packed-config", "quantized-fp8-config", "quantized-nf4-config", "quantized-ternary",
+           "quantized-ternary-config",
            "gguf-native", "gguf-part-1", "gguf-part-2", "export-config", "export-tokenizer", "meta", "tiktoken",
            "tokenizer", "vocab", "merges", "tokenizer-config", "head-config", "head-weights", "state",
            "results", "kinds", "names", "params", "streams", "answers", "chat-templates", "response-templates", "tools",

@@ -15,7 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 bitnet = pytest.importorskip("transformers.integrations.bitnet")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from helpers.engines import generate, make_core, make_engine, naive_greedy  # noqa: E402
 from helpers.errors import refuses  # noqa: E402
@@ -125,6 +125,18 @@ def test_logits_equal_those_of_transformers(case: str, folder_of: Callable[[str]
     assert (plain(TEXTS) - expected).abs().median() > 1e-3  # rounding matters
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_codes_times_the_scale(case: str, folder_of: Callable[[str], tuple[Any, Path]]) -> None:
+    model, folder = folder_of(case)
+    kind, scale, _ = CASES[case]
+    for name, tensor in open_folder(folder).read():
+        if name.endswith("mlp.c_proj.weight"):
+            codes = model.get_submodule(f"model.layers.{name.split('.')[2]}.mlp.down_proj").weight
+            codes = codes if kind == "autobitlinear" else bitnet.unpack_weights(codes, torch.float32)
+            expected = codes.double() * (scale if kind == "autobitlinear" else 1 / scale)
+            np.testing.assert_array_equal(tensor.float32(), expected.float().numpy())
+
+
 @torch.inference_mode()
 def test_native_computes_in_two_bits(folder_of: Callable[[str], tuple[Any, Path]]) -> None:
     """Activations of 8 bits with one scale and integers: the same values as in float32."""
@@ -200,6 +212,26 @@ def test_what_is_refused(
     (tmp_path / "config.json").write_text((folder_of("llama")[1] / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(folder_of("llama")[1] / "model.safetensors")
     edit_config(tmp_path, quantization_config={"quant_method": "bitnet"} | fields)
+    refuses(lambda: open_folder(tmp_path), message)
+
+
+@pytest.mark.parametrize(
+    "end, change, message",
+    [
+        ("weight_scale", lambda t: t.repeat(2), "weight_scale is [2], but must be [1]"),
+        ("weight_scale", lambda t: t.int(), "weight_scale is int32, but must be float16 or bfloat16 or float32"),
+        ("weight", lambda t: t[:-1], "up_proj.weight is [252, 256], but the config requires [256, 256]"),
+        ("weight", lambda t: t.int(), "weight is int32, but must be uint8"),
+    ],
+)
+def test_bad_tensors_are_refused(
+    end: str, change: Callable[[torch.Tensor], torch.Tensor], message: str,
+    folder_of: Callable[[str], tuple[Any, Path]], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder, name = folder_of("multiplied")[1], f"model.layers.1.mlp.up_proj.{end}"
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {name: change(stored[name]).contiguous()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     refuses(lambda: open_folder(tmp_path), message)
 
 

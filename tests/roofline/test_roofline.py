@@ -54,6 +54,9 @@ FAMILIES = {
         TINY, family="gpt_neox", learned_positions=False, parallel_residual=True, bias=("norm", "mlp"),
         layers=(LayerKind(None, Rotary(2)),) * 2,
     ),
+    "bitnet": replace(
+        RMS, family="bitnet", sub_norms=True, activation="relu2", layers=(LayerKind(None, Rotary(8)),) * 2
+    ),
     "nanochat": replace(
         RMS, family="nanochat", gated_mlp=False, norm_weight="none", embedding_norm=True, qk_norm="head",
         logits_softcap=5.0, activation="relu2",
