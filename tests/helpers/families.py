@@ -198,6 +198,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
         },
     ),
+    "bitnet-silu": ("BitNetConfig", {"hidden_act": "silu", "tie_word_embeddings": True}),
     "qwen2_moe-plain": ("Qwen2MoeConfig", QWEN_MOE | {"shared_expert_intermediate_size": 7}),
     "llama3-8192": (
         "LlamaConfig",

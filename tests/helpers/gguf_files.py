@@ -110,7 +110,7 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
                  "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-                 "granitemoe": "granitemoe"}  # fmt: skip
+                 "granitemoe": "granitemoe", "bitnet": "bitnet"}  # fmt: skip
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
@@ -118,7 +118,8 @@ NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output", "self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "attention.query_key_value": "attn_qkv",
@@ -231,6 +232,8 @@ def further_keys(config: Any) -> dict[str, Any]:
         found["embedding_scale"] = float(config.embedding_multiplier)
         found["residual_scale"] = float(config.residual_multiplier)
         found["logit_scale"] = float(config.logits_scaling)
+    if kind == "bitnet":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
     if kind in ("cohere", "cohere2"):
         found |= {"logit_scale": float(config.logit_scale), "rope.scaling.type": "none"}
     if kind == "phi3":

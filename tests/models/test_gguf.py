@@ -55,7 +55,7 @@ def gpt2(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["gpt2", "gemma2-10", "gemma3-7-layers", "qwen2_moe-plain", *STORED])
+@pytest.mark.parametrize("case", ["gpt2", "gemma2-10", "gemma3-7-layers", "qwen2_moe-plain", "bitnet-silu", *STORED])
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = gpt2(tmp_path / "hf") if case == "gpt2" else make_folder(case, tmp_path / "hf")
     weights, _ = gguf.open_file(convert(model, tmp_path / "model.gguf"))

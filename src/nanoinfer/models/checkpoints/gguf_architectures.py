@@ -25,6 +25,8 @@ LAYER: dict[str, str | tuple[str, ...]] = {
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
     "attn.c_proj": "attn_output",
+    "attn.sub_norm": "attn_sub_norm",
+    "mlp.sub_norm": "ffn_sub_norm",
     "post_1": "post_attention_norm",
     "ln_2": "ffn_norm",
     "mlp.c_gate": "ffn_gate",
@@ -156,7 +158,7 @@ def _scaling(m: Metadata) -> dict[str, Any] | None:
     m.only(m.key("rope.scaling.attn_factor"), 1.0)
     if kind not in ("none", "linear"):
         raise m.error(m.key("rope.scaling.type"), "is not supported: only none and linear are")
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" or factor != 1.0 else None
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
 
 
 def _plain(m: Metadata) -> dict[str, Any]:
@@ -365,6 +367,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", _biased, interleaved=True),
     "seed_oss": Architecture("seed_oss", _biased, names={"ln_2": "post_attention_norm"}),
     "arcee": Architecture("arcee", _biased, interleaved=True),
+    # llama.cpp fixes what the file does not say: SiLU, and inputs of 8 bits in groups of its own
+    "bitnet": Architecture(
+        "bitnet", lambda m: _plain(m) | {"hidden_act": "silu", "attention_bias": _has_bias(m, "attn_q")}
+    ),
     "gpt2": Architecture("gpt2", _gpt2, joined=True),
     "gptneox": Architecture("gpt_neox", _gpt_neox, joined=True),
 }
