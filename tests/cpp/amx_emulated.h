@@ -14,6 +14,7 @@
 #undef _tile_stored
 #undef _tile_dpbssd
 #undef _tile_dpbsud
+#undef _tile_dpbusd
 #undef _tile_dpbf16ps
 #define _tile_loadconfig emulated_loadconfig
 #define _tile_release emulated_release
@@ -22,6 +23,7 @@
 #define _tile_stored emulated_stored
 #define _tile_dpbssd emulated_dpbssd
 #define _tile_dpbsud emulated_dpbsud
+#define _tile_dpbusd emulated_dpbusd
 #define _tile_dpbf16ps emulated_dpbf16ps
 
 namespace {
@@ -70,6 +72,11 @@ inline void emulated_dpbssd(int c, int a, int b) {
 inline void emulated_dpbsud(int c, int a, int b) {
   emulated_multiply<std::int32_t>(c, a, b, [](std::int32_t& sum, const std::uint8_t* x, const std::uint8_t* w) {
     for (int i = 0; i < 4; ++i) sum += static_cast<std::int8_t>(x[i]) * w[i];
+  });
+}
+inline void emulated_dpbusd(int c, int a, int b) {
+  emulated_multiply<std::int32_t>(c, a, b, [](std::int32_t& sum, const std::uint8_t* x, const std::uint8_t* w) {
+    for (int i = 0; i < 4; ++i) sum += x[i] * static_cast<std::int8_t>(w[i]);
   });
 }
 inline void emulated_dpbf16ps(int c, int a, int b) {

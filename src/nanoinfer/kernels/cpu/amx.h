@@ -25,19 +25,21 @@ NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
   return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
 }
 
-// The tile registers for the life of this object: 16 rows of 64 bytes each, but those of activations (4, 5) have `inputs`
-// bytes in a row, and those of weights (6, 7) as many inputs, four in a row.
+// The tile registers for the life of this object: those of sums (0 to 3) have `rows` rows of 64 bytes. Those of activations (4,
+// 5) have as many, of `inputs` bytes, or `inputs_5`; weights (6, 7) have rows of 64 bytes, each with 4 bytes of inputs.
 struct TileRegisters {
   struct alignas(64) Config {
     std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
     std::uint16_t bytes[16] = {};
     std::uint8_t rows[16] = {};
   };
-  explicit TileRegisters(std::int64_t inputs = 64) {
+  explicit TileRegisters(std::int64_t inputs = 64) : TileRegisters(inputs, kTileRows, inputs) {}
+  TileRegisters(std::int64_t inputs, std::int64_t rows, std::int64_t inputs_5) {
     Config config;
     for (int i = 0; i < 8; ++i) {
-      config.bytes[i] = (std::uint16_t)(i == 4 || i == 5 ? inputs : 64);
-      config.rows[i] = (std::uint8_t)(i >= 6 ? inputs / 4 : kTileRows);
+      const std::int64_t own = i % 2 ? inputs_5 : inputs;
+      config.bytes[i] = (std::uint16_t)(i == 4 || i == 5 ? own : 64);
+      config.rows[i] = (std::uint8_t)(i >= 6 ? own / 4 : rows);
     }
     _tile_loadconfig(&config);
   }

@@ -11,11 +11,12 @@
 constexpr std::int64_t kSpanBlocks = kSpan / kBlock;
 #define NI_DIGITS NI_UNROLL(2) for (int g = 0; g < kDigits; ++g)
 
-// M rows of queries that share a pass over the keys: row r of a task is head r % group of token r / group.
-template <CacheType type, int M>
+// M rows of queries that share a pass over the keys: row r of a task is head r % group of token r / group. With tiles
+// (attention_amx.h), the first `count` of them.
+template <CacheType type, int M, bool tiles = false>
 struct Queries {
   static constexpr int kDigits = CacheOf<type>::kDigits;
-  Unit* units;                    // (ceil(D / kUnit), kDigits, M)
+  Unit* units;                    // (ceil(D / kUnit), kDigits, M); tiles: (ceil(D / kUnit / 16), kDigits, M, 16)
   float scale[M];                 // of the scores
   std::int32_t shift[M][2];       // int8, of each digit: what the 128 that is added to the keys contributes, negated
   float* out[M];
@@ -23,8 +24,8 @@ struct Queries {
   std::int64_t begin[M], end[M];  // positions that the row attends to
   std::int64_t lowest, highest;   // of all begins, and of all ends
 
-  Queries(const AttentionTask& t, std::int64_t row, Unit* units) : units(units) {
-    for (int m = 0; m < M; ++m) {
+  Queries(const AttentionTask& t, std::int64_t row, Unit* units, int count = M) : units(units) {
+    for (int m = 0; m < count; ++m) {
       const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
       prepare(t, t.q + token * t.q_stride + column, m);
       out[m] = t.out + token * t.out_stride + column;
@@ -32,17 +33,20 @@ struct Queries {
       begin[m] = end[m] > t.window ? end[m] - t.window : 0;
     }
     lowest = begin[0];  // tokens are in the order of their positions
-    highest = end[M - 1];
+    highest = end[count - 1];
   }
 
  private:
+  NI_INLINE std::int64_t place(std::int64_t unit, int digit, int m) {
+    return tiles ? ((unit / 16 * kDigits + digit) * M + m) * 16 + unit % 16 : (unit * kDigits + digit) * M + m;
+  }
   void prepare(const AttentionTask& t, const float* q, int m) {
     using C = CacheOf<type>;
     const auto put = [&](std::int64_t d, int digit, auto x) __attribute__((always_inline)) {
       alignas(64) Unit narrow[16 / C::kUnit];
       C::narrow(x, narrow);
       for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < t.head_dim; ++u)
-        units[((d / C::kUnit + u) * kDigits + digit) * M + m] = narrow[u];
+        units[place(d / C::kUnit + u, digit, m)] = narrow[u];
     };
     scale[m] = t.scale;
     if constexpr (type == CacheType::i8) {
@@ -161,22 +165,27 @@ NI_INLINE void store_weights(f32x16* e, const f32x16* scales, float* to, f32x16&
 }
 
 // Turn the scores of row m into weights, in place; those of other positions than its own become 0. They are not divided by
-// their sum. s[0] is position `base`, a multiple of kSpan, and `stride` as well.
-template <CacheType type, int M>
-void softmax(const AttentionTask& t, Queries<type, M>& rows, int m, float* s, std::int64_t base, std::int64_t stride) {
+// their sum. s[0] is position `base`, a multiple of kSpan, and `length` as well.
+template <CacheType type, class Rows>
+void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t base, std::int64_t length) {
   const std::int64_t begin = rows.begin[m] - base, end = rows.end[m] - base;
   f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f), check = broadcast(0.0f);
   for (std::int64_t i = begin / kBlock * kBlock; i < end; i += kBlock)
     top = max(between(begin - i, end - i, load(s + i), -__builtin_huge_valf()), top);
   const f32x16 most = broadcast(largest(top));
-  for (std::int64_t i = 0; i < stride; i += kSpan) {
+  for (std::int64_t i = 0; i < length; i += kSpan) {
     f32x16 e[kSpanBlocks], scales[kSpanBlocks];
-    for (int b = 0; b < kSpanBlocks; ++b) {
-      const std::int64_t at = i + b * kBlock;
-      const bool own = at < end && at + kBlock > begin;
-      e[b] = own ? between(begin - at, end - at, exp(load(s + at) - most), 0.0f) : broadcast(0.0f);
-      if constexpr (type == CacheType::i8)
-        scales[b] = own ? between(begin - at, end - at, load(value_scales(t, (base + at) / kBlock)), 0.0f) : e[b];
+    const auto weigh = [&](int b, bool whole) __attribute__((always_inline)) {
+      const std::int64_t at = i + b * kBlock, from = begin - at, to = end - at;
+      const bool own = whole || (from < kBlock && to > 0);
+      const auto of = [&](f32x16 x) __attribute__((always_inline)) { return whole ? x : between(from, to, x, 0.0f); };
+      e[b] = own ? of(exp(load(s + at) - most)) : broadcast(0.0f);
+      if constexpr (type == CacheType::i8) scales[b] = own ? of(load(value_scales(t, (base + at) / kBlock))) : e[b];
+    };
+    if (begin <= i && i + kSpan <= end) {
+      NI_UNROLL(4) for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/true);
+    } else {
+      for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/false);
     }
     store_weights<type>(e, scales, s + i, total, check);
   }
@@ -267,7 +276,7 @@ void attend(const AttentionTask& t, std::int64_t row) {
   if constexpr (M <= 4)
     for (b = base / kBlock; b < base / kBlock + 2 && b < blocks; ++b)
       prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
-  for (int m = 0; m < M; ++m) softmax<type, M>(t, rows, m, s + m * stride, base, stride);
+  for (int m = 0; m < M; ++m) softmax<type>(t, rows, m, s + m * stride, base, stride);
   std::int64_t d = 0;
   if constexpr (kWide >= 4)
     for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, base, d);
@@ -276,11 +285,20 @@ void attend(const AttentionTask& t, std::int64_t row) {
   for (; d < t.head_dim; d += 16) mix<type, M, 1>(t, s, stride, rows, base, d);
 }
 
+#if defined(__AMX_TILE__)
+#include "attention_amx.h"
+#else
+template <CacheType type>
+std::int64_t attend_in_tiles(const AttentionTask&, std::int64_t) {
+  return 0;
+}
+#endif
+
 // Rows are processed in tiles of 8, 4, 3, 2 and 1, as many as fit in the registers of the instruction set.
 template <CacheType type>
 void attention_as(const AttentionTask& task) {
   const std::int64_t rows = task.num_tokens * task.group;
-  std::int64_t i = 0;
+  std::int64_t i = attend_in_tiles<type>(task, rows);
   if constexpr (kWidth == 16) {
     for (; i + 8 <= rows; i += 8) attend<type, 8>(task, i);
     if (i + 4 <= rows) attend<type, 4>(task, i), i += 4;

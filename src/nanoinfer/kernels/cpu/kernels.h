@@ -21,7 +21,7 @@ constexpr std::int64_t kGroup = 64;
 constexpr std::int64_t kSmallGroup = 32;  // inputs of a scale of activations for the formats of GGUF files
 constexpr std::int64_t kBlock = 16;   // one vector of positions
 constexpr std::int64_t kSpan = 64;    // positions that share a scale of the weights of int8 values: whole blocks
-constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, that share a pass over a sequence's keys
+constexpr std::int64_t kQueryTile = 16;  // queries, of one or several heads, that share a pass over a sequence's keys
 
 // The formats of GGUF files (BlockFormat in layout.h).
 #define NI_BLOCK_FORMATS(f)                                                                                          \
@@ -95,7 +95,7 @@ struct AttentionTask {
   float* scratch;                     // attention_scratch(head_dim, positions) floats
 };
 constexpr std::int64_t attention_scratch(std::int64_t head_dim, std::int64_t positions) {  // queries and scores of a tile
-  return kQueryTile * ((head_dim + kLanes - 1) / kLanes * kLanes + (positions + kSpan - 1) / kSpan * kSpan);
+  return kQueryTile * ((head_dim + 63) / 64 * 64 + (positions + kSpan - 1) / kSpan * kSpan + kLanes);
 }
 
 struct Kernels {
