@@ -33,7 +33,7 @@ from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
-from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of
+from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of, refuse
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
@@ -59,7 +59,8 @@ class TritonEngine(CudaGraphEngine):
             output head, not to the embeddings.
 
     Raises:
-        NanoinferError: experts are to be quantized, or the KV cache does not fit in the device's memory.
+        NanoinferError: the model has what no kernel does, experts are to be quantized, or the KV cache does not fit in
+            the device's memory.
         ValueError: a weight to be quantized is infinite or NaN.
     """
 
@@ -71,6 +72,7 @@ class TritonEngine(CudaGraphEngine):
         *,
         recorder: Recorder | None = None,
     ) -> None:
+        refuse(model.config)
         quantization, pack = config.quantization, PACK[config.quantization]
         if quantization is not None and model.config.experts is not None:
             raise NanoinferError(

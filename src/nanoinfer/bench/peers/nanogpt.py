@@ -58,7 +58,7 @@ class NanoGPT:
         for _ in range(num_tokens):
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
-            x = self._model.hidden(window, pos, partial(causal_attention, self._model.config))[:, -1]  # (B, C)
+            x = self._model.hidden(window, pos, partial(causal_attention, self._model))[:, -1]  # (B, C)
             new = self._model.lm_head(x).argmax(-1, keepdim=True)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             steps.append(new[:, 0].tolist())
