@@ -16,7 +16,7 @@ import torch
 
 from helpers.environment import ROOT
 from helpers.errors import refuses
-from helpers.models import TINY, make_folder, make_weights
+from helpers.models import TINY, load_gpt, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -74,6 +74,7 @@ REFUSED = {
     "qwen2_moe-windows": "qwen2moe.attention.sliding_window=5",
     "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",
     "olmoe-normalized": "experts=Experts(count=4",
+    "gpt_oss-plain": "layers=",
 }
 KEPT = [case for case in CASES if case not in REFUSED]
 
@@ -168,6 +169,44 @@ def test_what_llama_cpp_computes_otherwise_is_a_warning(tmp_path: Path, caplog: 
     make_family("mistral", tmp_path / "hf")
     assert export(load_model(str(tmp_path / "hf")).weights, tmp_path / "b.gguf").config.family == "mistral"
     assert "ignores the window of 7 tokens" in caplog.text
+
+
+@torch.inference_mode()
+def test_logits_of_gpt_oss_are_llama_cpps(tmp_path: Path, monkeypatch: Any) -> None:
+    """llama.cpp rounds the range of pairs that yarn blends; here the model decides, and the file does not say it."""
+    fields = CASES["gpt_oss"][1] | {
+        "head_dim": 64,
+        "rope_parameters": None,
+    }  # the default, that of the published models
+    monkeypatch.setitem(CASES, "gpt_oss-64", ("GptOssConfig", fields))
+    make_family("gpt_oss-64", tmp_path / "hf")
+    weights = export(load_model(str(tmp_path / "hf")), tmp_path / "a.gguf").weights
+    ids = [(7 * i * i + i) % 61 for i in range(60)]
+    kinds = tuple(replace(k, rotary=replace(k.rotary, truncate=True)) for k in weights.config.layers)
+    rounded = load_gpt(replace(weights, config=replace(weights.config, layers=kinds)))
+    expected = rounded(torch.tensor([ids]))[0].numpy()
+    np.testing.assert_allclose(llama_cpp_logits(tmp_path / "a.gguf", ids), expected, atol=1e-4)
+    assert 1e-4 < np.abs(load_gpt(weights)(torch.tensor([ids]))[0].numpy() - expected).max() < 0.1
+
+
+def llama_cpp_logits(path: Path, ids: list[int]) -> np.ndarray:
+    """Return the logits of all tokens of a text, (T, V), with keys and values in float32."""
+    cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of this test")
+    options = cpp.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = 128
+    options.type_k = options.type_v = options.flash_attn_type = 0  # float32; not fused, which rounds to float16
+    options.n_threads = options.n_threads_batch = 1
+    model = cpp.llama_model_load_from_file(os.fsencode(path), cpp.llama_model_default_params())
+    context, batch = cpp.llama_init_from_model(model, options), cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
+    assert cpp.llama_decode(context, batch) == 0
+    rows = [np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, i), (61,)).copy() for i in range(len(ids))]
+    cpp.llama_batch_free(batch)
+    cpp.llama_free(context)
+    cpp.llama_model_free(model)
+    return np.stack(rows)
 
 
 def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ The engines in PyTorch differ in where keys and values are, and all call `scaled
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.config import ModelConfig
-
-if TYPE_CHECKING:
-    from nanoinfer.models.gpt import GPT
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's attention kernels that the engines use on a GPU: all but cuDNN's.
@@ -102,9 +100,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def causal_attention(model: GPT, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    config: ModelConfig, sinks: Callable[[int], Tensor | None], layer: int, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
-    config, T = model.config, q.shape[2]
-    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device), model.sinks(layer))
+    T = q.shape[2]
+    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device), sinks(layer))
     return y.transpose(1, 2)  # (B, T, H, D)

@@ -260,7 +260,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.logits(self.hidden(idx, pos, partial(causal_attention, self)))
+        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, self.sinks)))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

@@ -24,7 +24,13 @@ from numpy.typing import NDArray
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf
-from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES, SHARED_GATE, STACKED
+from nanoinfer.models.checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    FREQUENCIES,
+    SHARED_GATE,
+    STACKED,
+    STACKED_BIASES,
+)
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
@@ -141,6 +147,8 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
     """Return the dimensions of a tensor in the file, which has the same values in the same order."""
     if name.endswith(STACKED) and config.experts is not None:
         return config.experts.count, shape[0] // config.experts.count, shape[1]
+    if name.endswith(STACKED_BIASES) and config.experts is not None:
+        return config.experts.count, shape[0] // config.experts.count
     return shape[1:] if name.endswith(SHARED_GATE) else shape
 
 
@@ -159,8 +167,8 @@ def architecture(config: ModelConfig) -> str:
 
 def _completed(config: ModelConfig, arch: str) -> ModelConfig:
     """Return the config of a model with all tensors that llama.cpp requires: biases and a head of its own."""
-    if arch in ("gpt2", "gptneox"):
-        config = dataclasses.replace(config, bias=True)
+    if arch in ("gpt2", "gptneox", "gpt-oss"):
+        config = dataclasses.replace(config, bias=("qkv", "proj") if arch == "gpt-oss" else True)
     return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
 
 
@@ -176,22 +184,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "attention.head_count": config.n_head,
         epsilon: float(config.norm_epsilon),
     }
-    if (experts := config.experts) is not None:
-        found |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
-        found["expert_feed_forward_length" if arch.startswith("qwen") else "feed_forward_length"] = experts.width
-        if experts.shared_width:
-            found["expert_shared_feed_forward_length"] = experts.shared_width
+    found |= _describe_experts(config, arch) | _describe_rotary(config, arch)
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
-    if (rotary := _rotary(config)) is not None:
-        found |= {
-            "attention.head_count_kv": config.n_kv_head,
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "rope.dimension_count": rotary.dim,
-            "rope.freq_base": float(rotary.base),
-        }
-        if rotary.scaling == "linear":
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
     if windowed.window is not None:
         found["attention.sliding_window"] = windowed.window
         if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
@@ -224,6 +218,45 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
     return found
 
 
+def _describe_experts(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of a mixture of experts."""
+    if (experts := config.experts) is None:
+        return {}
+    found: dict[str, Value] = {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    if arch.startswith(("qwen", "gpt-oss")):
+        found["expert_feed_forward_length"] = experts.width
+    if not arch.startswith("qwen"):
+        found["feed_forward_length"] = experts.width
+    if experts.shared_width:
+        found["expert_shared_feed_forward_length"] = experts.shared_width
+    return found
+
+
+def _describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of rotary positions, and of the heads that have them."""
+    if (rotary := _rotary(config)) is None:
+        return {}
+    found: dict[str, Value] = {
+        "attention.head_count_kv": config.n_kv_head,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": rotary.dim,
+        "rope.freq_base": float(rotary.base),
+    }
+    if rotary.scaling == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
+    if rotary.scaling == "yarn" and arch == "gpt-oss":
+        log.warning("llama.cpp rounds the range of pairs that yarn blends: its logits differ slightly")
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rotary.factor),
+            "rope.scaling.original_context_length": rotary.original_context,
+            "rope.scaling.yarn_beta_fast": float(rotary.high_freq_factor),
+            "rope.scaling.yarn_beta_slow": float(rotary.low_freq_factor),
+        }
+    return found
+
+
 def _rotary(config: ModelConfig) -> Rotary | None:
     """Return the rotary embedding of the layers without a window, else of those with one."""
     kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
@@ -241,7 +274,7 @@ def _divisors(config: ModelConfig) -> NDArray[np.float32] | None:
 
 def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
     """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
-    if len(shape) == 1 or name == "position_embd.weight":
+    if len(shape) == 1 or name == "position_embd.weight" or name.endswith(STACKED_BIASES):
         return "F32"
     part = name.split(".")[-2]
     if part == "ffn_gate_inp":  # the router
