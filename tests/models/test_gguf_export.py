@@ -16,7 +16,7 @@ import torch
 
 from helpers.environment import ROOT
 from helpers.errors import refuses
-from helpers.models import TINY, load_gpt, make_folder, make_weights
+from helpers.models import TINY, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +43,7 @@ EXTRA = GGUF_CASES | {
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
     "olmoe-all-heads": ("OlmoeConfig", CASES["olmoe"][1] | {"num_key_value_heads": 4}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
+    "gpt_oss-64": ("GptOssConfig", CASES["gpt_oss"][1] | {"head_dim": 64, "rope_parameters": None}),
 }  # fmt: skip
 REFUSED = {
     "qwen2-windows": "qwen2.attention.sliding_window=5",
@@ -171,44 +172,6 @@ def test_what_llama_cpp_computes_otherwise_is_a_warning(tmp_path: Path, caplog: 
     assert "ignores the window of 7 tokens" in caplog.text
 
 
-@torch.inference_mode()
-def test_logits_of_gpt_oss_are_llama_cpps(tmp_path: Path, monkeypatch: Any) -> None:
-    """llama.cpp rounds the range of pairs that yarn blends; here the model decides, and the file does not say it."""
-    fields = CASES["gpt_oss"][1] | {
-        "head_dim": 64,
-        "rope_parameters": None,
-    }  # the default, that of the published models
-    monkeypatch.setitem(CASES, "gpt_oss-64", ("GptOssConfig", fields))
-    make_family("gpt_oss-64", tmp_path / "hf")
-    weights = export(load_model(str(tmp_path / "hf")), tmp_path / "a.gguf").weights
-    ids = [(7 * i * i + i) % 61 for i in range(60)]
-    kinds = tuple(replace(k, rotary=replace(k.rotary, truncate=True)) for k in weights.config.layers)
-    rounded = load_gpt(replace(weights, config=replace(weights.config, layers=kinds)))
-    expected = rounded(torch.tensor([ids]))[0].numpy()
-    np.testing.assert_allclose(llama_cpp_logits(tmp_path / "a.gguf", ids), expected, atol=1e-4)
-    assert 1e-4 < np.abs(load_gpt(weights)(torch.tensor([ids]))[0].numpy() - expected).max() < 0.1
-
-
-def llama_cpp_logits(path: Path, ids: list[int]) -> np.ndarray:
-    """Return the logits of all tokens of a text, (T, V), with keys and values in float32."""
-    cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of this test")
-    options = cpp.llama_context_default_params()
-    options.n_ctx = options.n_batch = options.n_ubatch = 128
-    options.type_k = options.type_v = options.flash_attn_type = 0  # float32; not fused, which rounds to float16
-    options.n_threads = options.n_threads_batch = 1
-    model = cpp.llama_model_load_from_file(os.fsencode(path), cpp.llama_model_default_params())
-    context, batch = cpp.llama_init_from_model(model, options), cpp.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
-    assert cpp.llama_decode(context, batch) == 0
-    rows = [np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, i), (61,)).copy() for i in range(len(ids))]
-    cpp.llama_batch_free(batch)
-    cpp.llama_free(context)
-    cpp.llama_model_free(model)
-    return np.stack(rows)
-
-
 def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
     export(make_weights(replace(TINY, n_embd=32)), tmp_path / "a.gguf", "Q4_0")
     first, again = (
@@ -274,6 +237,10 @@ def test_formats_of_tensors_are_those_of_llama_cpps_quantizer(tmp_path: Path) ->
         ("blk.0.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q6_K",
         ("blk.1.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q4_K",
         ("blk.0.ffn_down_shexp.weight", (64, 96), "Q4_K_M"): "Q8_0",
+        ("blk.0.ffn_down_exps.weight", (8, 64, 96), "MXFP4_MOE"): "MXFP4",
+        ("blk.0.ffn_down_exps.weight", (8, 64, 40), "MXFP4_MOE"): "float16",
+        ("blk.0.ffn_down_exps.bias", (8, 64), "MXFP4_MOE"): "F32",
+        ("blk.0.attn_q.weight", (64, 96), "MXFP4_MOE"): "Q8_0",
     }
     names = {"F16": "float16", "BF16": "bfloat16"}
     for (name, shape, format), expected in choices.items():
@@ -335,7 +302,9 @@ def test_blocks_that_are_special(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize(("number", "name"), [(8, "Q8_0"), (2, "Q4_0"), (6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(8, "Q8_0"), (2, "Q4_0"), (6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K"), (39, "MXFP4")]
+)
 def test_the_error_is_about_that_of_ggml(number: int, name: str, kind: str) -> None:
     package = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of this test")
     import ctypes
@@ -440,9 +409,9 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
                                   "stablelm-parallel", "cohere-plain", "cohere2", "exaone4-no-window",
                                   "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
-                                  "qwen3_moe", "olmoe-all-heads", "granitemoe"])  # fmt: skip
+                                  "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
-    """llama.cpp stores keys and values in float16."""
+    """llama.cpp stores keys and values in float16. It rounds the range that the yarn of gpt_oss-64 blends."""
     from nanoinfer.models.gpt_loading import load_gpt
 
     make_family(case, tmp_path / "hf")

@@ -21,7 +21,7 @@ from helpers.models import edit_config, load_gpt
 from helpers.quantized import CASES, E2M1, Stored, base_folder, gptq, quantized_folders
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import huggingface, packed
+from nanoinfer.models.checkpoints import gguf, gguf_export, huggingface, packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
 from nanoinfer.models.checkpoints.quantized.floats import TABLES
@@ -178,6 +178,11 @@ def test_a_gpt_oss_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert found[0] == found[1]
     assert found[0].token_ids[0] == int(model(torch.tensor([[3, 9, 27]])).logits[0, -1].argmax())
+    gguf_export.write_file(weights, tmp_path / "a.gguf", "MXFP4_MOE", {}, "m")
+    written = gguf.open_file(tmp_path / "a.gguf")[0]
+    assert weights.block_formats.items() <= written.block_formats.items()
+    for (name, tensor), (_, same) in zip(weights.read(), written.read(), strict=True):
+        assert name not in weights.block_formats or np.array_equal(same.float32(), tensor.float32()), name
     huggingface.save(weights, tmp_path / "saved")  # dequantized
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
     torch.testing.assert_close(saved(idx).logits, expected, rtol=1e-5, atol=1e-5)
