@@ -21,8 +21,10 @@ from helpers.families import CASES
 from helpers.models import make_limits
 from helpers.recorded import FakeRecorder
 from nanoinfer.config import EngineConfig
+from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
@@ -121,6 +123,10 @@ def test_sinks_and_clamps_are_refused(tmp_path: Path) -> None:
     gpt = model_of("gpt_oss", tmp_path)
     message = "engine triton has no kernel for {}: use engine=cuda_graph"
     refuses(lambda: make_engine(gpt), message.format("attention sinks (sinks=True)"))
+    spec, weights = ENGINES["triton"], replace(open_folder(tmp_path), read=lambda: pytest.fail("weights were read"))
+    refuses(
+        lambda: registry.build(spec, weights, EngineConfig(), "cpu"), message.format("attention sinks (sinks=True)")
+    )
     gpt.config = replace(gpt.config, sinks=False)
     refuses(lambda: make_engine(gpt), message.format("activation=clamped_silu"))
 

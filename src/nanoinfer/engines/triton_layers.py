@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU2, SILU
 from nanoinfer.kernels.triton.rows import Norm
@@ -41,13 +40,6 @@ class Layer:
     """Index of the MLP among the dense ones; None of a mixture of experts, which is PyTorch's module."""
     stores: bool
     """Whether the qkv product stores k and v itself: nothing happens to them before, and as many heads as queries."""
-
-
-def refuse(config: ModelConfig) -> None:
-    """Raise NanoinferError if a model has what the kernels do not do."""
-    if config.sinks or config.activation not in ACTIVATIONS:
-        what = "attention sinks (sinks=True)" if config.sinks else f"activation={config.activation}"
-        raise NanoinferError(f"engine triton has no kernel for {what}: use engine=cuda_graph")
 
 
 def describe(model: GPT) -> list[Layer]:

@@ -196,7 +196,7 @@ class GPT(nn.Module):
 
     def sinks(self, layer: int) -> Tensor | None:
         """Return the sinks of a layer, (H), or None (attention.py)."""
-        return self.blocks[layer].attn.sinks
+        return self.blocks[layer].attn.sinks if self.config.sinks else None
 
     def hidden(
         self, idx: Tensor, pos: Tensor, attend: Attend | None = None, *, run_block: RunBlock | None = None
