@@ -148,7 +148,8 @@ Array2 rotate(Floats2 x, Floats1 cos, Floats1 sin, const std::string& isa) {
 // One head of keys and values of one sequence, with group heads of queries: q (Tq, group * D). Blocks are initialized
 // with NaN (all bits set), which no query may read; keys and values before the first window stay NaN too.
 Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache, std::int64_t group,
-                 std::int64_t window, float scale, float softcap, const std::optional<Floats1>& sinks, const std::string& isa) {
+                 std::int64_t window, float scale, float softcap, const std::optional<Floats1>& sinks,
+                 const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
   const std::int64_t queries = size(q, 0), T = size(k, 0), D = size(k, 1);
   require(queries > 0 && D > 0 && group > 0 && group <= size(q, 1), "q must have a query, a dimension and a head");
