@@ -15,7 +15,7 @@ from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
-ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2")
+ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2", "clamped_silu")
 BIASES = ("norm", "qkv", "proj", "mlp")
 """Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
 CHOICES = {
@@ -56,9 +56,10 @@ class ModelConfig:
     n_inner: int | None = None
     """Width of the MLP's hidden layer; None: 4 * n_embd."""
     bias: bool | tuple[str, ...] = True
-    """Where biases are: some of BIASES. True: everywhere; False: nowhere. Experts have none."""
+    """Where biases are: some of BIASES. True: everywhere; False: nowhere. Experts: `Experts.bias`."""
     activation: str = "gelu_new"
-    """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu, relu2 (its square)."""
+    """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu, relu2 (its square), clamped_silu (of
+    gated MLPs: models/layers.py)."""
     norm_epsilon: float = 1e-5
     """Constant added to the variance or the mean square in norms."""
     tie_word_embeddings: bool = True
@@ -94,6 +95,8 @@ class ModelConfig:
     """Factor of attention scores; None: head_dim**-0.5."""
     attention_softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
+    sinks: bool = False
+    """Whether each head has a learned score that only the sum of its softmax contains."""
     embedding_scale: float | None = None
     """Factor of the token embedding."""
     embedding_norm: bool = False
@@ -179,6 +182,8 @@ class ModelConfig:
             require_int("experts * n_embd", self.experts.count * self.n_embd, 1, 2**31 - 1)
             if not self.gated_mlp:
                 raise NanoinferError("experts need gated_mlp=True: each expert is a gated MLP")
+        if self.activation == "clamped_silu" and not self.gated_mlp:
+            raise NanoinferError("activation=clamped_silu needs gated_mlp=True: it clamps the product's factors")
         rotaries = {kind.rotary for kind in self.layers if kind.rotary is not None}
         if len({(r.query_growth, r.query_growth and r.original_context) for r in rotaries}) > 1:
             raise NanoinferError("query_growth differs between layers: give all rotated layers the same")
@@ -244,7 +249,7 @@ _GPT2_FIELDS = (
 )  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias",
-    "sub_norms", "rounded_inputs",
+    "sinks", "sub_norms", "rounded_inputs",
 )  # fmt: skip
 _FACTORS = (
     "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",

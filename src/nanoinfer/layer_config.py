@@ -95,6 +95,8 @@ class Experts:
     """Width of the hidden layer of an expert that all tokens take; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of a product with the input."""
+    bias: bool = False
+    """Whether the router and the matrices of the experts have biases, but for those of the shared expert."""
 
     def __post_init__(self) -> None:
         require_int("experts", self.count, 1, MAX_EXPERTS)
@@ -104,6 +106,7 @@ class Experts:
         require_float("scale of experts", self.scale, 1e-6, 1e6)
         require_int("width of the shared expert", self.shared_width, 0, 2**31 - 1)
         require_bool("shared_gate", self.shared_gate)
+        require_bool("bias of experts", self.bias)
         if self.shared_gate and not self.shared_width:
             raise NanoinferError("shared_gate=True needs a shared expert: set shared_width")
 

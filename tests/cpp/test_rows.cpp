@@ -57,7 +57,7 @@ struct Head {
     Floats scratch(attention_scratch(D, T));
     for (std::int64_t i = 0; i < n; ++i) std::copy_n(&q[(begin + i) * D], D, &wide[i * (D + 3)]);
     kernels.attention({shape.type, D, addresses.data(), shape.offset(0, 1), begin, n, /*group=*/1,
-                       /*window=*/T, 1.0f / std::sqrt(static_cast<float>(D)), /*softcap=*/0, wide.data(), D + 3,
+                       /*window=*/T, 1.0f / std::sqrt(static_cast<float>(D)), /*softcap=*/0, /*sinks=*/nullptr, wide.data(), D + 3,
                        out.data(), D + 5, scratch.data()});
     for (std::int64_t i = 0; i < n; ++i) {
       std::copy_n(&out[i * (D + 5)], D, &result[i * D]);

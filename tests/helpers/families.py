@@ -182,12 +182,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bitnet": ("BitNetConfig", {}),
     "bitnet-one-head": ("BitNetConfig", {"num_key_value_heads": 1, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6,
+            "intermediate_size": 20, "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "gpt_oss-plain": (
+        "GptOssConfig",
+        {
+            "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 9,
+            "attention_bias": False, "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+            "rope_parameters": PLAIN, "num_key_value_heads": 1, "intermediate_size": 12,
+        },
+    ),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }  # fmt: skip
 
 EXPERTS = [case for case, (config, _) in CASES.items() if config == "MixtralConfig" or config.endswith("oeConfig")]
-"""The cases with mixtures of experts."""
+"""The cases with mixtures of experts that transformers stores in two forms."""
 
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),

@@ -110,7 +110,7 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
                  "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-                 "granitemoe": "granitemoe", "bitnet": "bitnet"}  # fmt: skip
+                 "granitemoe": "granitemoe", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}  # fmt: skip
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
@@ -128,15 +128,15 @@ NAMES = {
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "model.final_layernorm": "output_norm",
     "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
-    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
-    "mlp.gate": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "mlp.router": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 
 
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "exaone4", "seed_oss")
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "exaone4", "seed_oss", "gpt_oss")
 
 
 def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
@@ -223,6 +223,13 @@ def further_keys(config: Any) -> dict[str, Any]:
     if hasattr(config, "num_experts_per_tok"):
         found["expert_count"] = getattr(config, "num_local_experts", None) or config.num_experts
         found["expert_used_count"] = config.num_experts_per_tok
+    if kind == "gpt_oss":
+        rope = config.rope_parameters
+        found["expert_feed_forward_length"] = config.intermediate_size
+        found["attention.sliding_window"] = config.sliding_window
+        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow")}
     if kind in ("qwen2_moe", "qwen3_moe"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind == "qwen2_moe":
@@ -264,6 +271,15 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
         if (tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
             continue
         values = p.detach().float().numpy()
+        if name.endswith("sinks"):
+            name += ".weight"
+        if ".experts." in name and model.config.model_type == "gpt_oss":  # (E, C, 2 F), or (E, F, C), and biases
+            for part in ("gate", "up") if "gate_up" in name else ("down",):
+                of = values[..., part == "up" :: 2] if "gate_up" in name else values
+                stack = as_f32(of) if name.endswith("_bias") else store(of.swapaxes(1, 2))
+                suffix = "bias" if name.endswith("_bias") else "weight"
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}"] = stack
+            continue
         if ".experts." in name:  # (E, 2 F, C), or (E, C, F)
             halves = np.split(values, 1 if name.endswith("down_proj") else 2, axis=1)
             for part, stack in zip(("down",) if len(halves) == 1 else ("gate", "up"), halves, strict=True):

@@ -18,7 +18,7 @@ from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
 from nanoinfer.models import experts as experts_module
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.experts import ExpertMLP, route
-from nanoinfer.models.layers import ACTIVATIONS
+from nanoinfer.models.layers import gate as gated
 from nanoinfer.models.parameters import initialize, num_parameters, shapes
 from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.models.truncate_layers import truncate_layers
@@ -29,6 +29,7 @@ MIXED = replace(
 )
 """A layer with a usual MLP, and one with experts."""
 ALL = replace(MIXED, layers=(LayerKind(experts=True),) * 2, experts=Experts(7, 3, 10, normalize=False))
+BIASED = replace(ALL, experts=Experts(7, 3, 10, normalize=True, bias=True), activation="clamped_silu", sinks=True)
 
 
 def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
@@ -47,6 +48,7 @@ def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
         ({"normalize": 1}, "normalize=1 is not a bool"),
         ({"scale": float("nan")}, "scale of experts=nan"),
         ({"shared_width": -1}, "width of the shared expert=-1"),
+        ({"bias": 1}, "bias of experts=1 is not a bool"),
         ({"shared_width": 0}, "shared_gate=True needs a shared expert: set shared_width"),
     ],
 )
@@ -58,7 +60,9 @@ def test_a_config_needs_experts_and_gated_mlps() -> None:
     refuses(lambda: replace(MIXED, experts=None), "a layer has experts, but the config does not describe them")
     refuses(lambda: replace(MIXED, gated_mlp=False), "experts need gated_mlp=True")
     refuses(lambda: replace(MIXED, n_embd=2**30, n_head=2, head_size=8), f"experts * n_embd={5 * 2**30}")
+    refuses(lambda: ModelConfig(activation="clamped_silu"), "activation=clamped_silu needs gated_mlp=True")
     assert not MIXED.is_gpt2
+    assert not ModelConfig(sinks=True).is_gpt2
 
 
 def test_parameters_in_their_order() -> None:
@@ -73,7 +77,7 @@ def test_parameters_in_their_order() -> None:
         ("shared.c_proj.weight", (16, 7)),
         ("shared_gate.weight", (1, 16)),
     ]
-    for config in (MIXED, ALL):
+    for config in (MIXED, ALL, BIASED):
         gpt = make_model(config)
         assert [(n, tuple(p.shape)) for n, p in gpt.named_parameters()] == list(shapes(config).items())
         assert gpt.num_parameters() == num_parameters(config)
@@ -108,24 +112,34 @@ def test_weights_are_normalized_or_those_of_all_experts_and_scaled() -> None:
     assert route(logits.bfloat16(), EXPERTS)[1].dtype == torch.float32
 
 
+def test_clamped_silu_clamps_the_gate_above_and_what_it_multiplies_on_both_sides() -> None:
+    x = torch.tensor([-20.0, -7.5, -1.0, 0.0, 3.0, 7.0, 9.0], dtype=torch.float64)
+    limited = torch.tensor([-20.0, -7.5, -1.0, 0.0, 3.0, 7.0, 7.0], dtype=torch.float64)
+    for fc, factor in ((-9.0, -6.0), (8.0, 8.0), (2.0, 3.0)):
+        expected = factor * limited / (1 + torch.exp(-1.702 * limited))
+        torch.testing.assert_close(gated("clamped_silu", x, torch.full_like(x, fc)), expected)
+
+
 def direct(mlp: ExpertMLP, x: torch.Tensor) -> torch.Tensor:
     """Return the mixture of one token, written out."""
-    e, silu = mlp.config, ACTIVATIONS["silu"]
-    logits = (mlp.router.weight @ x).tolist()
+    e = mlp.config
+    logits = mlp.router(x).tolist()
     chosen = sorted(range(e.count), key=lambda i: (-logits[i], i))[: e.per_token]
     shares = torch.tensor(logits).softmax(0)
     total = sum(shares[i] for i in chosen) if e.normalize else 1.0
     y = torch.zeros_like(x)
     for i in chosen:
         gate, fc, proj = (stack.weight.view(e.count, -1, stack.weight.shape[1])[i] for stack in mlp.experts.values())
-        y += shares[i] / total * e.scale * (proj @ (silu(gate @ x) * (fc @ x)))
+        b = [s.bias.view(e.count, -1)[i] if e.bias else torch.zeros(1) for s in mlp.experts.values()]
+        hidden = gated(mlp.activation, gate @ x + b[0], fc @ x + b[1])
+        y += shares[i] / total * e.scale * (proj @ hidden + b[2])
     if e.shared_width:
         y += mlp.shared(x) * (torch.sigmoid(mlp.shared_gate(x)) if e.shared_gate else 1.0)
     return y
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("config", [MIXED, ALL, replace(MIXED, experts=replace(EXPERTS, shared_gate=False))])
+@pytest.mark.parametrize("config", [MIXED, ALL, BIASED, replace(MIXED, experts=replace(EXPERTS, shared_gate=False))])
 def test_the_three_forms_are_the_sum_of_the_chosen_experts(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +184,7 @@ def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, stat
         assert mlp(x).isnan().all()
 
 
-@pytest.mark.parametrize("config", [MIXED, ALL], ids=["mixed", "all"])
+@pytest.mark.parametrize("config", [MIXED, ALL, BIASED], ids=["mixed", "all", "biased"])
 @pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native"])
 def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
     gpt = make_model(config)

@@ -59,7 +59,7 @@ def test_experts_may_be_stored_as_transformers_has_them(name: str, tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "gpt_oss"])
 def test_experts_that_do_not_fit_the_config_are_refused(name: str, tmp_path: Path) -> None:
     make_folder(name, tmp_path / "model")
     for count, width in ((4, 20), (6, 20), (7, 12), (5, 12), (6, 14)):

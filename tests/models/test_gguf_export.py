@@ -43,6 +43,7 @@ EXTRA = GGUF_CASES | {
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
     "olmoe-all-heads": ("OlmoeConfig", CASES["olmoe"][1] | {"num_key_value_heads": 4}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
+    "gpt_oss-64": ("GptOssConfig", CASES["gpt_oss"][1] | {"head_dim": 64, "rope_parameters": None}),
 }  # fmt: skip
 REFUSED = {
     "qwen2-windows": "qwen2.attention.sliding_window=5",
@@ -78,6 +79,7 @@ REFUSED = {
     "qwen2_moe-windows": "qwen2moe.attention.sliding_window=5",
     "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",
     "olmoe-normalized": "experts=Experts(count=4",
+    "gpt_oss-plain": "layers=",
 }
 KEPT = [case for case in CASES if case not in REFUSED]
 
@@ -239,6 +241,10 @@ def test_formats_of_tensors_are_those_of_llama_cpps_quantizer(tmp_path: Path) ->
         ("blk.0.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q6_K",
         ("blk.1.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q4_K",
         ("blk.0.ffn_down_shexp.weight", (64, 96), "Q4_K_M"): "Q8_0",
+        ("blk.0.ffn_down_exps.weight", (8, 64, 96), "MXFP4_MOE"): "MXFP4",
+        ("blk.0.ffn_down_exps.weight", (8, 64, 40), "MXFP4_MOE"): "float16",
+        ("blk.0.ffn_down_exps.bias", (8, 64), "MXFP4_MOE"): "F32",
+        ("blk.0.attn_q.weight", (64, 96), "MXFP4_MOE"): "Q8_0",
     }
     names = {"F16": "float16", "BF16": "bfloat16"}
     for (name, shape, format), expected in choices.items():
@@ -300,7 +306,9 @@ def test_blocks_that_are_special(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize(("number", "name"), [(8, "Q8_0"), (2, "Q4_0"), (6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(8, "Q8_0"), (2, "Q4_0"), (6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K"), (39, "MXFP4")]
+)
 def test_the_error_is_about_that_of_ggml(number: int, name: str, kind: str) -> None:
     package = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of this test")
     import ctypes
@@ -405,9 +413,9 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
                                   "stablelm-parallel", "cohere-plain", "cohere2", "exaone4-no-window",
                                   "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
-                                  "qwen3_moe", "olmoe-all-heads", "granitemoe"])  # fmt: skip
+                                  "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
-    """llama.cpp stores keys and values in float16."""
+    """llama.cpp stores keys and values in float16. It rounds the range that the yarn of gpt_oss-64 blends."""
     from nanoinfer.models.gpt_loading import load_gpt
 
     make_family(case, tmp_path / "hf")

@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.errors import refuses
-from helpers.models import edit_config
+from helpers.families import CASES as FAMILY_CASES
+from helpers.families import make_folder, transformers
+from helpers.models import edit_config, load_gpt
 from helpers.quantized import CASES, E2M1, Stored, base_folder, gptq, quantized_folders
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import huggingface, packed
+from nanoinfer.models.checkpoints import gguf, gguf_export, huggingface, packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.checkpoints.quantized.base import QuantizedTensor
 from nanoinfer.models.checkpoints.quantized.floats import TABLES
@@ -129,6 +131,61 @@ def test_mxfp4_of_several_matrices(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         found["e.up"].read().values, numbers * np.repeat(2.0 ** (exponents - 127), 32, axis=2)
     )
+
+
+@torch.inference_mode()
+def test_a_gpt_oss_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of gate and up projection alternate. Plain experts are (in, out), quantized ones (out, in)."""
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+    }
+    monkeypatch.setitem(FAMILY_CASES, "gpt_oss-64", ("GptOssConfig", size | {"num_hidden_layers": 2}))
+    model, rng, stored = make_folder("gpt_oss-64", tmp_path / "model"), np.random.default_rng(0), {}
+    for name, p in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = p.clone()
+            continue
+        experts, columns, rows = p.shape
+        codes, exponents = (
+            rng.integers(0, 16, (experts, rows, columns)),
+            rng.integers(122, 126, (experts, rows, columns // 32)),
+        )
+        stored[f"{name}_scales"] = torch.tensor(exponents, dtype=torch.uint8)
+        pairs = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(experts, rows, -1, 16)
+        stored[f"{name}_blocks"] = torch.tensor(pairs, dtype=torch.uint8)
+        numbers = np.array(E2M1 + [-n for n in E2M1])[codes] * np.repeat(2.0 ** (exponents - 127), 32, axis=2)
+        p.copy_(torch.tensor(numbers).mT)
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    edit_config(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
+    weights, idx = open_folder(tmp_path / "model"), torch.arange(30)[None]
+    expected = model(idx).logits
+    torch.testing.assert_close(load_gpt(weights)(idx), expected, rtol=1e-4, atol=1e-4)
+    assert {name.rpartition(".mlp.")[2]: parts for name, parts in weights.block_formats.items()} == {
+        "experts.c_gate.weight": (("mxfp4", 96),),
+        "experts.c_fc.weight": (("mxfp4", 96),),
+        "experts.c_proj.weight": (("mxfp4", 192),),
+    }
+    packed.write_folder(weights, tmp_path / "packed", "float32", None, threads=1)
+    prompt = {"prompt_token_ids": [3, 9, 27]}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5)
+    found = [
+        LLM(str(tmp_path / name), engine="native").generate(prompt, params)[0].outputs[0]
+        for name in ("model", "packed")
+    ]
+    assert found[0] == found[1]
+    assert found[0].token_ids[0] == int(model(torch.tensor([[3, 9, 27]])).logits[0, -1].argmax())
+    gguf_export.write_file(weights, tmp_path / "a.gguf", "MXFP4_MOE", {}, "m")
+    written = gguf.open_file(tmp_path / "a.gguf")[0]
+    assert weights.block_formats.items() <= written.block_formats.items()
+    for (name, tensor), (_, same) in zip(weights.read(), written.read(), strict=True):
+        assert name not in weights.block_formats or np.array_equal(same.float32(), tensor.float32()), name
+    huggingface.save(weights, tmp_path / "saved")  # dequantized
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+    torch.testing.assert_close(saved(idx).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", TABLES)

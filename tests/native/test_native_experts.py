@@ -28,6 +28,9 @@ SHAPES = {
     "shared, no gate": replace(MIXED, experts=Experts(5, 5, 7, True, shared_width=33), residual_scale=0.5),
     "one": replace(MIXED, experts=Experts(1, 1, 32, True)),
     "many": replace(MIXED, experts=Experts(60, 8, 16, True)),
+    "biased": replace(
+        MIXED, n_embd=48, experts=Experts(7, 3, 33, True, bias=True), activation="clamped_silu", sinks=True
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, MIXED.vocab_size, (4, 20))
 

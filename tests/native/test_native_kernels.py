@@ -137,7 +137,9 @@ def test_epilogues_of_other_families(isa: str, fmt: str) -> None:
         "silu": wide / (1 + np.exp(-wide)),
         "relu": np.maximum(wide, 0),
         "relu2": np.maximum(wide, 0) ** 2,
+        "clamped_silu": np.minimum(wide, 7) / (1 + np.exp(-1.702 * np.minimum(wide, 7))),
         "multiply": y * wide,
+        "clamped_multiply": y * (1 + np.clip(wide, -7, 7)),
         "soft_cap": 2 * np.tanh(wide / 2),  # the binding's cap is 2
     }.items():
         got = multiply(w, x, fmt, isa, b, y=y, epilogue=name)
@@ -154,6 +156,7 @@ def test_epilogues_over_their_whole_range(isa: str) -> None:
             "silu": wide / (1 + np.exp(-wide)),
             "relu": np.maximum(wide, 0),
             "relu2": np.float32(np.maximum(wide, 0) ** 2),
+            "clamped_silu": np.minimum(wide, 7) / (1 + np.exp(-1.702 * np.minimum(wide, 7))),
             "soft_cap": 2 * np.tanh(wide / 2),
         }.items():
             got = multiply(one, x[:, None], "float32", isa, epilogue=name)[:, 0]
@@ -396,6 +399,32 @@ def test_attention_over_several_spans_is_the_same_in_any_company(isa: str, cache
         assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end]), (start, end)
 
 
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_with_sinks(isa: str, cache: str, group: int) -> None:
+    """A sink below all scores, among them, and so far above that nothing of the values is left."""
+    T, D = 53, 10
+    q, k, v = random((T, group * D), 1, 2.0), random((T, D), 2), random((T, D), 3)
+    ks, vs, qs = cached(k, cache), cached(v, cache), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
+    for window, sinks in ((0, np.linspace(-2, 4, group)), (7, np.linspace(3, 200, group)), (0, np.full(group, -500.0))):
+        options = {"k": k, "v": v, "cache": cache, "group": group, "window": window, "isa": isa}
+        options["sinks"] = sinks.astype(np.float32)
+        scores = np.einsum("tgd,sd->gts", qs, ks) / math.sqrt(D)
+        behind = np.arange(T)[:, None] - np.arange(T)
+        scores[:, (behind < 0) | (behind >= (window or T))] = -math.inf
+        most = np.maximum(scores.max(-1, keepdims=True), options["sinks"][:, None, None])
+        share = np.exp(scores - most)
+        whole = share.sum(-1, keepdims=True) + np.exp(options["sinks"].astype(np.float64)[:, None, None] - most)
+        expected = np.einsum("gts,sd->tgd", share / whole, vs).reshape(T, group * D)
+        got = _native.attention(q=q, start=0, **options)
+        np.testing.assert_allclose(got, expected, atol=1e-4 + weight_error(v, cache), rtol=1e-4)
+        for start, end in ((5, 6), (20, 21), (15, 40), (33, 53)):
+            assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end])
+    options["sinks"] = np.full(group, np.nan, np.float32)
+    assert np.isnan(_native.attention(q=q, start=0, **options)).all()
+
+
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("isa", ISAS)
@@ -413,7 +442,7 @@ def test_every_nan_stays_nan(isa: str, bits: int) -> None:
     """A file may contain NaN with any bits; exp computes with the bits."""
     nan = np.array([bits], np.uint32).view(np.float32)
     one = np.ones((1, 1), np.float32)
-    for epilogue in ("store", "gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "soft_cap"):
+    for epilogue in ("store", "gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "clamped_silu", "soft_cap"):
         assert np.isnan(multiply(one, nan[None], "float32", isa, epilogue=epilogue)).all(), epilogue
         assert np.isnan(multiply(nan[None], one, "float32", isa, epilogue=epilogue)).all(), epilogue
     rows = {name: random((20, 24), i) for i, name in enumerate("qkv")}

@@ -320,6 +320,7 @@ def test_published_numbers() -> None:
 
 MIXTURE = Experts(6, 2, 10, normalize=True, shared_width=7, shared_gate=True)
 MIXED = replace(RMS, experts=MIXTURE, layers=(LayerKind(), LayerKind(experts=True)))
+BIASED = replace(MIXED, experts=replace(MIXTURE, bias=True), activation="clamped_silu", sinks=True)
 
 
 @AT
@@ -350,10 +351,11 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("config", [MIXED, BIASED], ids=["mixed", "biased"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_of_experts_is_that_of_the_model(dtype: str) -> None:
-    fmt, model = FORMATS[dtype], make_model(MIXED).to(getattr(torch, dtype))
-    assert decode(MIXED, fmt).weight_bytes == sum(p.nbytes for p in model.parameters())
+def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig) -> None:
+    fmt, model = FORMATS[dtype], make_model(config).to(getattr(torch, dtype))
+    assert decode(config, fmt).weight_bytes == sum(p.nbytes for p in model.parameters())
 
 
 def test_the_expected_number_of_experts_is_that_of_uniform_routing() -> None:

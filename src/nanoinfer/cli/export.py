@@ -28,7 +28,7 @@ from nanoinfer.utils.progress import ProgressBar
 @argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=PATH)
 @click.option(
     "--format", metavar="NAME", default="F16", show_default=True,
-    help="Format of the weights: F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M.",
+    help="Format of the weights: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M or MXFP4_MOE.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @calibration_flags("Q4_0 and Q4_K_M")

@@ -33,7 +33,7 @@ class DynamicEngine(TorchEngine):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Each sequence's part of the flat tokens, as (heads, n, D).
             parts = [torch.split(x.transpose(0, 1), batch.num_new, dim=1) for x in (q, k, v)]
-            out = []
+            out, sinks = [], self.model.sinks(layer)
             for handle, start, masked, q_i, k_i, v_i in zip(
                 batch.handles, starts, maskings[self.config.layer(layer).window], *parts, strict=True
             ):
@@ -42,7 +42,7 @@ class DynamicEngine(TorchEngine):
                 keys = torch.cat([past_k[:, :start], k_i], dim=1)  # an interrupted step leaves more
                 values = torch.cat([past_v[:, :start], v_i], dim=1)
                 kv[layer] = keys, values
-                y = scaled_attention(self.config, q_i[None], keys[None], values[None], masked)
+                y = scaled_attention(self.config, q_i[None], keys[None], values[None], masked, sinks)
                 out.append(y[0].transpose(0, 1))  # (n, H, D)
             return torch.cat(out)
 

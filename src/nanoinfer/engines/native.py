@@ -35,7 +35,7 @@ log = logging.getLogger("nanoinfer")
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
     "tie_word_embeddings", "norm", "norm_weight", "norm_placement", "norm_epsilon", "qk_norm", "embedding_norm",
-    "learned_positions", "parallel_residual", "gated_mlp", "sub_norms", "rounded_inputs",
+    "learned_positions", "parallel_residual", "gated_mlp", "sinks", "sub_norms", "rounded_inputs",
 )  # fmt: skip
 """Attributes of ModelConfig that the decoder takes as they are."""
 

@@ -50,13 +50,13 @@ class PagedEngine(TorchEngine):
             cached_k, cached_v = self._k[layer], self._v[layer]  # (blocks, KV_BLOCK, K, D)
             cached_k[blocks, places] = k
             cached_v[blocks, places] = v
-            out = []
+            out, sinks = [], self.model.sinks(layer)
             for q_i, table, (start, n), masked in zip(
                 torch.split(q, batch.num_new), tables, counts, maskings[self.config.layer(layer).window], strict=True
             ):
                 # The gathered blocks in the order of the sequence, without the unused places: (1, K, S, D).
                 keys, values = (x[table].flatten(0, 1)[: start + n].transpose(0, 1)[None] for x in (cached_k, cached_v))
-                y = scaled_attention(self.config, q_i.transpose(0, 1)[None], keys, values, masked)
+                y = scaled_attention(self.config, q_i.transpose(0, 1)[None], keys, values, masked, sinks)
                 out.append(y[0].transpose(0, 1))  # (n, H, D)
             return torch.cat(out)
 

@@ -189,7 +189,7 @@ def build(
         limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:
-        NanoinferError: the KV cache does not fit in memory.
+        NanoinferError: the engine does not run the model, or the KV cache does not fit in memory.
     """
     if processes.generation() and not spec.native and device == "cpu":
         log.warning(
@@ -209,4 +209,5 @@ def build(
             return engine_class(weights, limits, config)  # type: ignore[no-any-return]
         from nanoinfer.models.gpt_loading import load_gpt
 
+        engine_class.check(weights.config)
         return engine_class(load_gpt(weights, device), limits, config)  # type: ignore[no-any-return]

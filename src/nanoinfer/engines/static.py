@@ -47,23 +47,23 @@ class StaticEngine(TorchEngine):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values, window = self._cache.k[layer], self._cache.v[layer], self.config.layer(layer).window
-            decode = decoders[window]
+            decode, sinks = decoders[window], self.model.sinks(layer)
             keys[slot_of, :, pos_of] = k
             values[slot_of, :, pos_of] = v
             if in_order:
-                return decode(q, keys, values)
+                return decode(q, keys, values, sinks)
             y = torch.empty_like(q)
             if single:
-                y[index] = decode(q[index], keys, values)
+                y[index] = decode(q[index], keys, values, sinks)
             for read in several[window]:
-                read(y, q, keys, values)
+                read(y, q, keys, values, sinks)
             return y
 
         return attend
 
     def _decode(
         self, slots: list[int], lengths: list[int], window: int | None
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
         """Return attention of one query per sequence, (B, H, D), in one call; slots are in ascending order."""
         B, S = len(slots), max(lengths, default=0)
         dense = slots == list(range(B))
@@ -75,22 +75,22 @@ class StaticEngine(TorchEngine):
             visible = key < limit if window is None else (key < limit) & (key >= limit - window)
             mask = visible[:, None, None]  # (B, 1, 1, S)
 
-        def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             k, v = (x[:B, :, :S] if dense else x[index, :, :S] for x in (k, v))  # (B, K, S, D)
-            return scaled_attention(self.config, q[:, :, None], k, v, Masking(mask))[:, :, 0]
+            return scaled_attention(self.config, q[:, :, None], k, v, Masking(mask), sinks)[:, :, 0]
 
         return read
 
     def _one(
         self, slot: int, start: int, n: int, row: int, window: int | None
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]:
         """Return attention of one sequence's n new tokens, which are at y[row : row + n] of the flat step."""
         masked = masking(n, start + n, window, self.device)
 
-        def read(y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        def read(y: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             q = q[row : row + n].transpose(0, 1)[None]  # (1, H, n, D)
             k, v = (x[slot : slot + 1, :, : start + n] for x in (k, v))  # (1, K, S, D)
-            out = scaled_attention(self.config, q, k, v, masked)
+            out = scaled_attention(self.config, q, k, v, masked, sinks)
             y[row : row + n] = out[0].transpose(0, 1)
 
         return read

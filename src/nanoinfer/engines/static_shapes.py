@@ -382,7 +382,7 @@ def run_block(
         v[slots[:, None], :, pos] = new_v
         context = mask.shape[-1]
         keys, values = (c[: len(slots), :, :context] if dense else c[:, :, :context][slots] for c in (k, v))
-        y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask))  # (R, H, n, D)
+        y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask), block.attn.sinks)
         return y.transpose(1, 2)
 
     return block(x, attend, rotation)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.models.attention import attention_backends
@@ -38,6 +38,10 @@ class ModelEngine(Sequences):
         self.survives_fork = self.device.type == "cpu"
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         lay_out(model)
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        """Raise NanoinferError if the engine does not run a model: called before its weights are read."""
 
     def hidden(self) -> Tensor:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.config import EngineConfig, EngineLimits, Rotary
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, Rotary
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -33,7 +33,7 @@ from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
-from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of, refuse
+from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
@@ -72,7 +72,7 @@ class TritonEngine(CudaGraphEngine):
         *,
         recorder: Recorder | None = None,
     ) -> None:
-        refuse(model.config)
+        self.check(model.config)
         quantization, pack = config.quantization, PACK[config.quantization]
         if quantization is not None and model.config.experts is not None:
             raise NanoinferError(
@@ -102,6 +102,15 @@ class TritonEngine(CudaGraphEngine):
         self._ln_f = cast(Norm, norm_of(model.transformer["ln_f"], ones, self.config.final_scale))
         self._ln_e = norm_of(model.transformer["ln_e"], ones) if self.config.embedding_norm else None
         self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        """Raise NanoinferError if a model has what no kernel does."""
+        missing = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(config, name)]
+        if config.activation not in ACTIVATIONS:
+            missing.append(f"activation={config.activation}")
+        if missing:
+            raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
 
     # The step --------------------------------------------------------------------------------------------
 

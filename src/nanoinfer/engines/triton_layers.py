@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.rows import Norm
@@ -41,13 +40,6 @@ class Layer:
     """Index of the MLP among the dense ones; None of a mixture of experts, which is PyTorch's module."""
     stores: bool
     """Whether the qkv product stores k and v itself: nothing happens to them before, and as many heads as queries."""
-
-
-def refuse(config: ModelConfig) -> None:
-    """Raise NanoinferError if a model has what the kernels do not do."""
-    for name in ("sub_norms", "rounded_inputs"):
-        if getattr(config, name):
-            raise NanoinferError(f"engine triton has no kernel for {name}=True: use engine=cuda_graph")
 
 
 def describe(model: GPT) -> list[Layer]:

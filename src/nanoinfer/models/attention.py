@@ -6,6 +6,7 @@ The engines in PyTorch differ in where keys and values are, and all call `scaled
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -52,7 +53,9 @@ def masking(num_new: int, length: int, window: int | None, device: torch.device)
     return Masking((key <= query) & (key > query - window))
 
 
-def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Tensor:
+def scaled_attention(
+    config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, masking: Masking, sinks: Tensor | None = None
+) -> Tensor:
     """Return softmax(scale * q k^T) v with the scale, soft cap and shared heads of the model.
 
     Args:
@@ -61,6 +64,7 @@ def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, maski
         k: (..., K, S, D); each head is shared by H / K heads of q.
         v: (..., K, S, D).
         masking: which keys each query attends to.
+        sinks: (H), a score of each head that has no value: the weights of a query then add up to less than 1.
 
     Returns:
         (..., H, T, D).
@@ -68,7 +72,7 @@ def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, maski
     scale = config.attention_scale  # None: 1 / sqrt(D), as in PyTorch
     mask, is_causal = masking
     shared = config.n_head // config.n_kv_head
-    if config.attention_softcap is None:
+    if config.attention_softcap is None and sinks is None:
         shape = q.shape
         if shared > 1 and not is_causal:
             # Heads that share keys become queries of one head: with a mask, PyTorch's fused kernels share no heads.
@@ -80,12 +84,15 @@ def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, maski
         ).reshape(shape)
     k, v = (x.repeat_interleave(shared, dim=-3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (config.head_dim**-0.5 if scale is None else scale)
-    scores = soft_cap(scores, config.attention_softcap)
+    if config.attention_softcap is not None:
+        scores = soft_cap(scores, config.attention_softcap)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    return torch.softmax(scores.float(), dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -93,9 +100,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def causal_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    config: ModelConfig, sinks: Callable[[int], Tensor | None], layer: int, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
     T = q.shape[2]
-    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device))
+    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device), sinks(layer))
     return y.transpose(1, 2)  # (B, T, H, D)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import Experts, ModelConfig
-from nanoinfer.models.layers import ACTIVATIONS, GatedMLP
+from nanoinfer.models.layers import GatedMLP, gate
 
 CHUNK = 64
 """Tokens for which all experts are computed at once: E * CHUNK * F hidden values are in memory."""
@@ -45,14 +46,26 @@ def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 class Stack(nn.Module):
     """The matrices of one of the products of all experts, one below the other: E of (rows, columns)."""
 
-    def __init__(self, count: int, rows: int, columns: int) -> None:
+    def __init__(self, count: int, rows: int, columns: int, bias: bool) -> None:
         super().__init__()
         self.count = count
         self.weight = nn.Parameter(torch.empty(count * rows, columns))
+        self.bias = nn.Parameter(torch.empty(count * rows)) if bias else None
 
-    def matrices(self) -> Tensor:
-        """Return the matrices of the experts, (E, rows, columns)."""
-        return self.weight.view(self.count, -1, self.weight.shape[1])
+    def one(self, expert: int, x: Tensor) -> Tensor:
+        """Return the product of one expert, (N, rows), for x, (N, columns)."""
+        bias = None if self.bias is None else self.bias.view(self.count, -1)[expert]
+        return F.linear(x, self.weight.view(self.count, -1, x.shape[1])[expert], bias)
+
+    def gathered(self, chosen: Tensor, x: Tensor) -> Tensor:
+        """Return the products of the experts `chosen`, (N, k, rows, 1), for x, (N, k or 1, columns, 1)."""
+        y = self.weight.view(self.count, -1, x.shape[-2])[chosen] @ x
+        return y if self.bias is None else y + self.bias.view(self.count, -1, 1)[chosen]
+
+    def all(self, x: Tensor) -> Tensor:
+        """Return the products of all experts, (E, N, rows), for x, (N, columns) or (E, N, columns)."""
+        y = x @ self.weight.view(self.count, -1, x.shape[-1]).mT
+        return y if self.bias is None else y + self.bias.view(self.count, 1, -1)
 
 
 class ExpertMLP(nn.Module):
@@ -65,18 +78,20 @@ class ExpertMLP(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.config = experts = config.experts
-        self.router = nn.Linear(config.n_embd, experts.count, bias=False)
+        self.router = nn.Linear(config.n_embd, experts.count, bias=experts.bias)
         widths = {
             "c_gate": (experts.width, config.n_embd),
             "c_fc": (experts.width, config.n_embd),
             "c_proj": (config.n_embd, experts.width),
         }
-        self.experts = nn.ModuleDict({name: Stack(experts.count, *shape) for name, shape in widths.items()})
+        self.experts = nn.ModuleDict(
+            {name: Stack(experts.count, *shape, experts.bias) for name, shape in widths.items()}
+        )
         if experts.shared_width:
             self.shared = GatedMLP(replace(config, n_inner=experts.shared_width, bias=False))
         if experts.shared_gate:
             self.shared_gate = nn.Linear(config.n_embd, 1, bias=False)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.static_shapes = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,33 +111,33 @@ class ExpertMLP(nn.Module):
         shared: Tensor = self.shared(x)
         return y + (shared * self.shared_gate(x).sigmoid() if self.config.shared_gate else shared)
 
-    def _matrices(self) -> list[Tensor]:
-        """Return c_gate and c_fc, (E, F, C), and c_proj, (E, C, F)."""
-        return [stack.matrices() for stack in self.experts.values()]  # type: ignore[operator]
+    def _stacks(self) -> list[Stack]:
+        """Return c_gate, c_fc and c_proj."""
+        return list(self.experts.values())  # type: ignore[arg-type]
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each expert, in ascending order, for the tokens that chose it. x and y, (N, C); y is float32."""
         y = torch.zeros_like(x, dtype=torch.float32)
-        gate, fc, proj = self._matrices()
+        c_gate, c_fc, c_proj = self._stacks()
         for expert in torch.unique(chosen).tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             part = x[rows]
-            hidden = self.activation(part @ gate[expert].t()) * (part @ fc[expert].t())
-            y.index_add_(0, rows, (hidden @ proj[expert].t()) * weights[rows, place, None])
+            hidden = gate(self.activation, c_gate.one(expert, part), c_fc.one(expert, part))
+            y.index_add_(0, rows, c_proj.one(expert, hidden) * weights[rows, place, None])
         return y
 
     def _gathered(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The matrices of each token's experts, copied: for few tokens, the fewest bytes."""
-        gate, fc, proj = (matrices[chosen] for matrices in self._matrices())  # (N, k, F, C), (N, k, C, F)
+        c_gate, c_fc, c_proj = self._stacks()
         column = x[:, None, :, None]
-        hidden = self.activation(gate @ column) * (fc @ column)
-        return ((proj @ hidden).squeeze(-1) * weights[..., None]).sum(1)
+        hidden = gate(self.activation, c_gate.gathered(chosen, column), c_fc.gathered(chosen, column))  # (N, k, F, 1)
+        return (c_proj.gathered(chosen, hidden).squeeze(-1) * weights[..., None]).sum(1)
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """All experts for all tokens; what was not chosen is dropped, even if it is not finite."""
-        gate, fc, proj = self._matrices()
-        hidden = self.activation(x @ gate.mT) * (x @ fc.mT)  # (E, N, F)
+        c_gate, c_fc, c_proj = self._stacks()
+        hidden = gate(self.activation, c_gate.all(x), c_fc.all(x))  # (E, N, F)
         used = torch.zeros(x.shape[0], self.config.count, dtype=torch.bool, device=x.device).scatter(1, chosen, True)
         weight = torch.zeros_like(used, dtype=torch.float32).scatter(1, chosen, weights)
-        y = (hidden @ proj.mT) * weight.t()[..., None]
+        y = c_proj.all(hidden) * weight.t()[..., None]
         return y.masked_fill(~used.t()[..., None], 0.0).sum(0)

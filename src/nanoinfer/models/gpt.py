@@ -73,6 +73,7 @@ class Attention(nn.Module):
         widths = self.widths = [config.attn_dim, config.kv_dim, config.kv_dim]
         self.c_attn = nn.Linear(config.n_embd, sum(widths), bias="qkv" in config.biases)
         self.c_proj = nn.Linear(config.attn_dim, config.n_embd, bias="proj" in config.biases)
+        self.sinks = nn.Parameter(torch.empty(config.n_head)) if config.sinks else None  # attention.py
         self.qk_norm = config.qk_norm
         if config.qk_norm != "none":
             self.q_norm, self.k_norm = (
@@ -198,6 +199,10 @@ class GPT(nn.Module):
         """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
+    def sinks(self, layer: int) -> Tensor | None:
+        """Return the sinks of a layer, (H), or None (attention.py)."""
+        return self.blocks[layer].attn.sinks if self.config.sinks else None
+
     def hidden(
         self, idx: Tensor, pos: Tensor, attend: Attend | None = None, *, run_block: RunBlock | None = None
     ) -> Tensor:
@@ -260,7 +265,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config)))
+        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, self.sinks)))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

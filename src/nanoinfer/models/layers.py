@@ -23,7 +23,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "clamped_silu": lambda x: (x := x.clamp(max=CLAMP)) * torch.sigmoid(1.702 * x),
 }
+CLAMP = 7.0
+"""Limit of the numbers that enter clamped_silu (gpt-oss model card, arXiv 2508.10925, section 2.3)."""
+
+
+def gate(activation: str, gate: Tensor, fc: Tensor) -> Tensor:
+    """Return the hidden layer of a gated MLP: activation(gate) * fc, or activation(gate) * (clamp(fc) + 1)."""
+    return ACTIVATIONS[activation](gate) * (fc if activation != "clamped_silu" else fc.clamp(-CLAMP, CLAMP) + 1.0)
 
 
 class RMSNorm(nn.Module):
@@ -57,12 +65,13 @@ class GatedMLP(nn.Module):
         self.c_gate = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
         self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.sub_norm = RMSNorm(config, config.mlp_dim) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output of x, (..., C), same shape."""
-        return self.c_proj(self.sub_norm(self.activation(self.c_gate(x)) * self.c_fc(x)))  # type: ignore[no-any-return]
+        hidden = self.sub_norm(gate(self.activation, self.c_gate(x), self.c_fc(x)))
+        return self.c_proj(hidden)  # type: ignore[no-any-return]
 
 
 def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Rotation:

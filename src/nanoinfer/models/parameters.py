@@ -42,6 +42,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         h = f"transformer.h.{layer}"
         if "ln_1" in config.block_norms:
             norm(f"{h}.ln_1")
+        if config.sinks:
+            found[f"{h}.attn.sinks"] = (config.n_head,)
         linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
         linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
         if config.qk_norm != "none":
@@ -72,17 +74,17 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Return the parameters of a mixture of experts. Rows of expert e follow those of expert e - 1."""
     C, experts = config.n_embd, config.experts
     assert experts is not None
     E, F, S = experts.count, experts.width, experts.shared_width
-    found = [
-        ("router.weight", (E, C)),
-        ("experts.c_gate.weight", (E * F, C)),
-        ("experts.c_fc.weight", (E * F, C)),
-        ("experts.c_proj.weight", (E * C, F)),
-    ]
+    found: list[tuple[str, tuple[int, ...]]] = []
+    sizes = {"router": (E, C), "experts.c_gate": (E * F, C), "experts.c_fc": (E * F, C), "experts.c_proj": (E * C, F)}
+    for name, shape in sizes.items():
+        found.append((f"{name}.weight", shape))
+        if experts.bias:
+            found.append((f"{name}.bias", shape[:1]))
     if S:
         found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
     if experts.shared_gate:

@@ -290,6 +290,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
     vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
+    vectors += config.sinks * config.n_head
     attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
     norms = norm * of_mlp * C * s
     if config.layer(layer).experts and config.experts is not None:
@@ -298,7 +299,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         of_all += sum(matrix(f"mlp.experts.{name}", E * D, C) for name in ("c_gate", "c_fc"))
         shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
         shared += matrix("mlp.shared.c_proj", C, S) if S else 0
-        return attention, norms + shared + (E + config.experts.shared_gate) * C * s, of_all // E
+        router = E * (C + config.experts.bias) + config.experts.shared_gate * C
+        return attention, norms + shared + router * s, of_all // E + config.experts.bias * (2 * D + C) * s
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s

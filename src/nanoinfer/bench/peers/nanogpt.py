@@ -54,11 +54,12 @@ class NanoGPT:
     def _generate(self, prompts: list[list[int]], num_tokens: int, start: float) -> tuple[list[list[int]], list[float]]:
         """Return the tokens of each step, and when each step ended."""
         idx = torch.tensor(prompts, device=self._device)  # (B, T)
+        attend = partial(causal_attention, self._config, self._model.sinks)
         steps, times = [], []
         for _ in range(num_tokens):
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
-            x = self._model.hidden(window, pos, partial(causal_attention, self._model.config))[:, -1]  # (B, C)
+            x = self._model.hidden(window, pos, attend)[:, -1]  # (B, C)
             new = self._model.lm_head(x).argmax(-1, keepdim=True)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             steps.append(new[:, 0].tolist())

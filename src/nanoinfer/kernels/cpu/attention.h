@@ -21,6 +21,7 @@ struct Queries {
   std::int32_t shift[M][2];       // int8, of each digit: what the 128 that is added to the keys contributes, negated
   float* out[M];
   float share[M];                 // 1 / sum of the row's weights
+  float sink[M];                  // a further score in that sum
   std::int64_t begin[M], end[M];  // positions that the row attends to
   std::int64_t lowest, highest;   // of all begins, and of all ends
 
@@ -29,6 +30,7 @@ struct Queries {
       const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
       prepare(t, t.q + token * t.q_stride + column, m);
       out[m] = t.out + token * t.out_stride + column;
+      sink[m] = t.sinks ? t.sinks[(row + m) % t.group] : -__builtin_huge_valf();
       end[m] = t.start + token + 1;
       begin[m] = end[m] > t.window ? end[m] - t.window : 0;
     }
@@ -172,7 +174,7 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
   f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f), check = broadcast(0.0f);
   for (std::int64_t i = begin / kBlock * kBlock; i < end; i += kBlock)
     top = max(between(begin - i, end - i, load(s + i), -__builtin_huge_valf()), top);
-  const f32x16 most = broadcast(largest(top));
+  const f32x16 sink = broadcast(rows.sink[m]), most = max(sink, broadcast(largest(top)));
   for (std::int64_t i = 0; i < length; i += kSpan) {
     f32x16 e[kSpanBlocks], scales[kSpanBlocks];
     const auto weigh = [&](int b, bool whole) __attribute__((always_inline)) {
@@ -189,7 +191,13 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
     }
     store_weights<type>(e, scales, s + i, total, check);
   }
-  rows.share[m] = 1.0f / sum(total) + sum(check);
+  float whole = sum(total);
+  if (t.sinks) {
+    float lanes[16];
+    store(lanes, exp(sink - most));
+    whole += lanes[0];
+  }
+  rows.share[m] = 1.0f / whole + sum(check);
 }
 
 // Weighted sums of values for M rows, 16 N dimensions from d on; lanes are dimensions. weights[0] is position `base`.

@@ -47,8 +47,9 @@ void read_names(const Settings& given, DecoderShape& shape) {
                                        {{"gelu_new", Epilogue::gelu_tanh},
                                         {"gelu", Epilogue::gelu_erf},
                                         {"silu", Epilogue::silu},
-                                        {"relu", Epilogue::relu},
-                                        {"relu2", Epilogue::relu2}});
+                                         {"relu", Epilogue::relu},
+                                         {"relu2", Epilogue::relu2},
+                                         {"clamped_silu", Epilogue::clamped_silu}});
   shape.norm = by_name<Norm>("norm", given.norm_name, {{"layer", Norm::layer}, {"rms", Norm::rms}});
   const int weight = by_name<int>("norm_weight", given.norm_weight_name, {{"plain", 0}, {"one_plus", 1}, {"none", 2}});
   shape.norm_weight = weight != 2;
@@ -236,6 +237,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("shared_gate", &Settings::shared_gate)
       .def_rw("sparse", &Settings::sparse)
       .def_rw("attention_scale", &Settings::attention_scale)
+      .def_rw("sinks", &Settings::sinks)
       .def_rw("attention_softcap", &Settings::attention_softcap)
       .def_rw("logits_softcap", &Settings::logits_softcap)
       .def_rw("windows", &Settings::windows)

@@ -98,8 +98,10 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
                                            {"silu", Epilogue::silu},
                                            {"relu", Epilogue::relu},
                                            {"relu2", Epilogue::relu2},
+                                           {"clamped_silu", Epilogue::clamped_silu},
                                            {"add", Epilogue::add},
                                            {"multiply", Epilogue::multiply},
+                                           {"clamped_multiply", Epilogue::clamped_multiply},
                                            {"soft_cap", Epilogue::soft_cap}});
   const std::int64_t rows = size(x, 0), stride = w.m.panels * kPanel;
   require(rows > 0 && size(x, 1) == w.m.in, "x must be (rows, in) with at least one row");
@@ -147,13 +149,15 @@ Array2 rotate(Floats2 x, Floats1 cos, Floats1 sin, const std::string& isa) {
 // One head of keys and values of one sequence, with group heads of queries: q (Tq, group * D). Blocks are initialized
 // with NaN (all bits set), which no query may read; keys and values before the first window stay NaN too.
 Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache, std::int64_t group,
-                 std::int64_t window, float scale, float softcap, const std::string& isa) {
+                 std::int64_t window, float scale, float softcap, const std::optional<Floats1>& sinks,
+                 const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
   const std::int64_t queries = size(q, 0), T = size(k, 0), D = size(k, 1);
   require(queries > 0 && D > 0 && group > 0 && group <= size(q, 1), "q must have a query, a dimension and a head");
   require(size(q, 1) == group * D && size(v, 1) == D && size(v, 0) == T, "q must be (Tq, group * D), k and v (T, D)");
   require(start >= 0 && start <= T && queries <= T - start, "start + queries must be at most T");
   require(window >= 0, "window must be at least 0");
+  require(!sinks || size(*sinks, 0) == group, "sinks must have one number for each head");
   const CacheShape shape{cache_type(cache), 1, 1, D};
   const std::int64_t num_blocks = (T + kBlock - 1) / kBlock, width = window ? window : T;
   std::vector<std::vector<std::uint8_t>> blocks;
@@ -175,6 +179,7 @@ Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std:
                      .window = width,
                      .scale = scale > 0 ? scale : 1.0f / std::sqrt(static_cast<float>(D)),
                      .softcap = softcap,
+                     .sinks = sinks ? sinks->data() : nullptr,
                      .q = q.data(),
                      .q_stride = group * D,
                      .out = to.data(),
@@ -197,7 +202,7 @@ void bind_kernels(nb::module_& m) {
   m.def("rotate", &rotate, nb::kw_only(), "x"_a, "cos"_a, "sin"_a, "isa"_a = "",
         "For tests: the rows of x with the pairs (i, i + half) rotated.");
   m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "group"_a = 1,
-        "window"_a = 0, "scale"_a = 0.0f, "softcap"_a = 0.0f, "isa"_a = "",
+        "window"_a = 0, "scale"_a = 0.0f, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "isa"_a = "",
         "For tests: one head of keys and values (T, D) in blocks, group heads of queries (Tq, group * D) at positions"
         " start, ... Window 0: none; scale 0: 1 / sqrt(D).");
 }

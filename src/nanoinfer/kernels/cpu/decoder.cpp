@@ -83,6 +83,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   for (const std::int64_t index : s.rotary)
     require(index >= -1 && index < static_cast<std::int64_t>(s.frequencies.size()),
             "rotary must be an index of frequencies or -1: " + str(index));
+  require(s.gated_mlp || s.activation != Epilogue::clamped_silu, "clamped_silu needs gated_mlp");
   require(s.sparse.size() == layers, "sparse needs a number for each layer");
   require(!s.num_experts || !(s.sub_norms || s.rounded_inputs), "sub_norms and rounded_inputs are not supported with experts");
   if (s.num_experts) {
@@ -147,6 +148,10 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer, bool spa
   const DecoderShape& s = model_.shape;
   const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
   if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
+  if (s.sinks) {
+    layer.sinks.resize(s.n_head);
+    slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = s.n_head};
+  }
   add_parts(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C);
   add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
   if (s.head_norm || s.whole_norm) {
@@ -183,15 +188,16 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
   const std::size_t bytes = padded_bytes(router);
   w.router_memory = Buffer(bytes + router.panels * kPanel * sizeof(float), /*huge_pages=*/false);
   router.data = w.router_memory.data();
-  float* const zeros = reinterpret_cast<float*>(w.router_memory.data() + bytes);  // float32 has no scales to write
-  router.scale = router.bias = zeros;
+  float* const biases = reinterpret_cast<float*>(w.router_memory.data() + bytes);
+  router.scale = router.bias = biases;  // float32 has no scales to write
+  slots_[prefix + "router.bias"] = {.vector = biases, .columns = E, .optional = true};
   router_bytes_ += w.router_memory.size();
-  slots_[prefix + "router.weight"] = {.matrix = &router, .panels = w.router_memory.data(), .scale = zeros, .rows = E, .columns = C};
-  add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/false);
-  add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/false);
+  slots_[prefix + "router.weight"] = {.matrix = &router, .panels = w.router_memory.data(), .scale = biases, .rows = E, .columns = C};
+  add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/true);
+  add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/true);
   require(same_inputs(w.c_gate, w.c_fc),
           prefix + "experts.c_gate and c_fc share their inputs: their formats must take the same activations");
-  add_matrix(prefix + "experts.c_proj", w.c_proj, E * C, F, /*with_bias=*/false);
+  add_matrix(prefix + "experts.c_proj", w.c_proj, E * C, F, /*with_bias=*/true);
   if (s.shared_dim) add_mlp(prefix + "shared.", layer, s.shared_dim);
   if (!s.shared_gate) return;
   w.shared_gate.resize(C);

@@ -155,7 +155,7 @@ void Mixture::multiply_hidden(const Kernels& kernels, const ExpertWeights& w, Ep
     const std::int64_t end = std::min(part.end, fc.panels);
     if (part.begin >= end) return;
     kernels.matmul(task(gate, g, hidden_, hidden_stride_, activation), part.begin, end);
-    kernels.matmul(task(fc, g, hidden_, hidden_stride_, Epilogue::multiply), part.begin, end);
+    kernels.matmul(task(fc, g, hidden_, hidden_stride_, after_gate(activation)), part.begin, end);
   });
 }
 

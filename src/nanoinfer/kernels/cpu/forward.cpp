@@ -174,7 +174,7 @@ void ForwardPass::mlp_hidden(std::int64_t index) {
 void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
   // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
   const MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation);
-  const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, Epilogue::multiply);
+  const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, after_gate(model_.shape.activation));
   const auto body = [this, gate, fc](int, Range panels) {
     kernels_.matmul(gate, panels.begin, panels.end);
     kernels_.matmul(fc, panels.begin, panels.end);
@@ -424,6 +424,7 @@ void ForwardPass::attend_item(std::int64_t layer, const Item& item, float* scrat
                       .window = s.windows[layer] ? s.windows[layer] : s.block_size,
                       .scale = s.attention_scale,
                       .softcap = s.attention_softcap,
+                      .sinks = s.sinks ? model_.layers[layer].sinks.data() + item.head * group : nullptr,
                       .q = qkv_ + item.row * qkv_stride_ + column,
                       .q_stride = qkv_stride_,
                       .out = attended_ + item.row * attended_stride_ + column,

@@ -38,6 +38,7 @@ struct DecoderShape {
   bool tied = true;                   // the output head shares the token embedding's weights
   float attention_scale = 0;          // of the scores; 0: 1 / sqrt(head_dim)
   float attention_softcap = 0, logits_softcap = 0;  // 0: none
+  bool sinks = false;                 // whether heads have a score without a value
   float embedding_scale = 1;
   float residual_scale = 1;           // of the outputs of attention and MLP before they are added to x
   float final_scale = 1;              // of the final hidden states
@@ -75,6 +76,7 @@ struct LayerWeights {
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, attn_sub, mlp_sub;
+  std::vector<float> sinks;  // (H), or empty
 };
 
 struct ModelWeights {

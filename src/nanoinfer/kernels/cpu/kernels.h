@@ -38,7 +38,13 @@ constexpr std::int64_t group_of(WeightType type) {
 enum class CacheType : int { f32, bf16, i8 };
 enum class Norm : int { layer, rms };
 // add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
-enum class Epilogue : int { store, gelu_tanh, gelu_erf, silu, relu, relu2, add, multiply, soft_cap };
+// clamped_silu is of a gate; clamped_multiply is of what it multiplies (vec.h).
+enum class Epilogue : int {
+  store, gelu_tanh, gelu_erf, silu, relu, relu2, clamped_silu, add, multiply, clamped_multiply, soft_cap
+};
+constexpr Epilogue after_gate(Epilogue activation) {
+  return activation == Epilogue::clamped_silu ? Epilogue::clamped_multiply : Epilogue::multiply;
+}
 
 // Packed weights of y = W x + b: a view, whose memory belongs to a Decoder or a test. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
 // A thread reads its panels, and therefore memory, in order.
@@ -88,6 +94,7 @@ struct AttentionTask {
   std::int64_t window;                // at least 1
   float scale;                        // of the scores
   float softcap;                      // scores become softcap * tanh(score / softcap); 0: they do not
+  const float* sinks;                 // (group): a score without a value in the softmax of each head; null: none
   const float* q;                     // (num_tokens, q_stride), group * head_dim read
   std::int64_t q_stride;
   float* out;                         // (num_tokens, out_stride), group * head_dim written

@@ -160,8 +160,10 @@ NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
     case Epilogue::silu: return silu(y);
     case Epilogue::relu: return max(y, broadcast(0.0f));
     case Epilogue::relu2: return relu2(y);
+    case Epilogue::clamped_silu: return clamped_silu(y);
     case Epilogue::add: return load(at) + y;
     case Epilogue::multiply: return load(at) * y;
+    case Epilogue::clamped_multiply: return load(at) * clamped_plus_one(y);
     case Epilogue::soft_cap: return soft_cap(y, task.cap);
     default: return y;
   }

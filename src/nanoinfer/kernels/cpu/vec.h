@@ -410,6 +410,17 @@ NI_INLINE f32x16 relu2(f32x16 x) {
   return y;
 }
 
+// x / (1 + e^-1.702x) for x clamped to at most kClamp: the gate of gpt-oss (arXiv 2508.10925, section 2.3). NaN stays NaN.
+constexpr float kClamp = 7.0f;
+NI_INLINE f32x16 clamped_silu(f32x16 x) {
+  x = min(x, broadcast(kClamp));
+  return x / (broadcast(1.0f) + exp(x * broadcast(-1.702f)));
+}
+// 1 + x clamped to [-kClamp, kClamp].
+NI_INLINE f32x16 clamped_plus_one(f32x16 x) {
+  return max(min(x, broadcast(kClamp)), broadcast(-kClamp)) + broadcast(1.0f);
+}
+
 // GELU, exact form: x (1 + erf(x / sqrt 2)) / 2. erf by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7:
 // for z >= 0, 1 - erf(z) = t (a1 + t (a2 + ...)) e^(-z z), t = 1 / (1 + 0.3275911 z).
 NI_INLINE f32x16 gelu_erf(f32x16 x) {

@@ -8,6 +8,7 @@ convert_hf_to_gguf.py is the source of keys, names and orders of rows.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,13 +23,14 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     LONG,
     SHARED_GATE,
     STACKED,
+    STACKED_BIASES,
     TOP,
     Architecture,
     Metadata,
 )
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
-from nanoinfer.models.checkpoints.stored import StoredTensor
+from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, interleaved
@@ -132,6 +134,8 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
         stacked = stacked and config.experts is not None and t.shape[0] == config.experts.count
         if stacked or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
+        if name.endswith(STACKED_BIASES) and t.strides == contiguous(t.shape):
+            tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
     return tensors
 
 

@@ -22,6 +22,7 @@ TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_h
 LAYER: dict[str, str | tuple[str, ...]] = {
     "ln_1": "attn_norm",
     "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
+    "attn.sinks": "attn_sinks.weight",  # ours has no suffix
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
     "attn.c_proj": "attn_output",
@@ -44,6 +45,8 @@ LAYER: dict[str, str | tuple[str, ...]] = {
 }
 STACKED = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight")
 """Endings of tensors with three dimensions, the experts first."""
+STACKED_BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias")
+"""Endings of their biases, with two dimensions."""
 SHARED_GATE = "ffn_gate_inp_shexp.weight"
 """Ending of a matrix of one row that is stored as a vector."""
 FREQUENCIES = "rope_freqs.weight"
@@ -156,6 +159,8 @@ def _scaling(m: Metadata) -> dict[str, Any] | None:
     if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `_phi3` reads them
         return None
     m.only(m.key("rope.scaling.attn_factor"), 1.0)
+    if m.arch == "gpt-oss" and kind == "yarn":  # `_gpt_oss` reads it
+        return None
     if kind not in ("none", "linear"):
         raise m.error(m.key("rope.scaling.type"), "is not supported: only none and linear are")
     return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
@@ -218,6 +223,22 @@ def _qwen_moe(m: Metadata) -> dict[str, Any]:
         shared = {"shared_expert_intermediate_size": m.int_("expert_shared_feed_forward_length")}
     flags = {"norm_topk_prob": m.arch == "qwen3moe", "qkv_bias": _has_bias(m, "attn_q")}
     return _plain(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
+
+
+def _gpt_oss(m: Metadata) -> dict[str, Any]:
+    """llama.cpp fixes what the file does not say: every second layer has a window, the first one included.
+
+    The range of pairs that yarn blends is not rounded to whole numbers, as in the model, and other than in llama.cpp.
+    """
+    shape, scaling = _plain(m), dict[str, Any](rope_type="default")
+    if m.get(m.key("rope.scaling.type")) == "yarn":
+        scaling = {"rope_type": "yarn", "truncate": False, "factor": m.float_("rope.scaling.factor", 1.0)}
+        scaling["original_max_position_embeddings"] = m.int_("rope.scaling.original_context_length")
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            scaling[name] = m.float_(f"rope.scaling.yarn_{name}", default)
+    found = _experts(m) | {"intermediate_size": m.int_("expert_feed_forward_length", shape["intermediate_size"])}
+    window, bias = m.int_("attention.sliding_window"), _has_bias(m, "attn_q")
+    return shape | found | {"sliding_window": window, "rope_scaling": scaling, "attention_bias": bias}
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
@@ -350,6 +371,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names={"ln_2": "post_attention_norm"}),
     "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
     "olmo2": Architecture("olmo2", _plain),
     "smollm3": Architecture("smollm3", _plain, interleaved=True),

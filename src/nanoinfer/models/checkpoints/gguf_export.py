@@ -3,8 +3,8 @@
 The header is written first, and gguf.py reads it back: a model that a GGUF file cannot describe is an error before any
 tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
 
-The formats of the tensors in Q4_K_M, Q4_0 and Q8_0 are those of llama.cpp's quantizer (src/llama-quant.cpp), which
-gives the attention of models with 8 experts more bits.
+The formats of the tensors in Q4_K_M, Q4_0, Q8_0 and MXFP4_MOE are those of llama.cpp's quantizer (src/llama-quant.cpp),
+which gives the attention of models with 8 experts more bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf
-from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES, SHARED_GATE, STACKED
+from nanoinfer.models.checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    FREQUENCIES,
+    SHARED_GATE,
+    STACKED,
+    STACKED_BIASES,
+)
+from nanoinfer.models.checkpoints.gguf_describe import describe_experts, describe_rotary, rotary_divisors
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
@@ -32,7 +39,6 @@ from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenize
 from nanoinfer.models.checkpoints.weights import Weights, more_bits
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
-from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_choice, show
 from nanoinfer.utils.files import escaped, reason, replacing
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4_MOE": 38}
 """Formats of whole files -> general.file_type, by which llama.cpp names them."""
 _NUMBERS = {format.name: number for number, format in FORMATS.items()}
 _FORMATS = {format.name: format for format in FORMATS.values()}
@@ -104,7 +110,7 @@ def write_file(
     for ours, shape in shapes(config).items():
         parts = family.recipe(config, ours, shape[0]).parts
         tensors |= {part: _stored_shape(part, (rows, *shape[1:]), config) for part, rows in parts}
-    divisors = _divisors(config)
+    divisors = rotary_divisors(config)
     if divisors is not None:
         tensors = {FREQUENCIES: divisors.shape} | tensors
     formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
@@ -141,6 +147,8 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
     """Return the dimensions of a tensor in the file, which has the same values in the same order."""
     if name.endswith(STACKED) and config.experts is not None:
         return config.experts.count, shape[0] // config.experts.count, shape[1]
+    if name.endswith(STACKED_BIASES) and config.experts is not None:
+        return config.experts.count, shape[0] // config.experts.count
     return shape[1:] if name.endswith(SHARED_GATE) else shape
 
 
@@ -159,8 +167,8 @@ def architecture(config: ModelConfig) -> str:
 
 def _completed(config: ModelConfig, arch: str) -> ModelConfig:
     """Return the config of a model with all tensors that llama.cpp requires: biases and a head of its own."""
-    if arch in ("gpt2", "gptneox"):
-        config = dataclasses.replace(config, bias=True)
+    if arch in ("gpt2", "gptneox", "gpt-oss"):
+        config = dataclasses.replace(config, bias=("qkv", "proj") if arch == "gpt-oss" else True)
     return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
 
 
@@ -176,22 +184,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "attention.head_count": config.n_head,
         epsilon: float(config.norm_epsilon),
     }
-    if (experts := config.experts) is not None:
-        found |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
-        found["expert_feed_forward_length" if arch.startswith("qwen") else "feed_forward_length"] = experts.width
-        if experts.shared_width:
-            found["expert_shared_feed_forward_length"] = experts.shared_width
+    found |= describe_experts(config, arch) | describe_rotary(config, arch)
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
-    if (rotary := _rotary(config)) is not None:
-        found |= {
-            "attention.head_count_kv": config.n_kv_head,
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "rope.dimension_count": rotary.dim,
-            "rope.freq_base": float(rotary.base),
-        }
-        if rotary.scaling == "linear":
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
     if windowed.window is not None:
         found["attention.sliding_window"] = windowed.window
         if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
@@ -224,29 +218,15 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
     return found
 
 
-def _rotary(config: ModelConfig) -> Rotary | None:
-    """Return the rotary embedding of the layers without a window, else of those with one."""
-    kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
-    return kinds[0].rotary if kinds else None
-
-
-def _divisors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return what Llama 3's scaling divides the frequencies by; None for other models."""
-    rotary = _rotary(config)
-    if rotary is None or rotary.scaling != "llama3":
-        return None
-    divisors: NDArray[np.float32] = frequencies(dataclasses.replace(rotary, scaling="none")) / frequencies(rotary)
-    return divisors
-
-
 def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
     """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
-    if len(shape) == 1 or name == "position_embd.weight":
+    if len(shape) == 1 or name == "position_embd.weight" or name.endswith(STACKED_BIASES):
         return "F32"
     part = name.split(".")[-2]
     if part == "ffn_gate_inp":  # the router
         return "F32"
-    wanted = "Q4_K" if format == "Q4_K_M" else format
+    of_experts = {"MXFP4_MOE": "MXFP4" if part.endswith("_exps") else "Q8_0"}
+    wanted = ({"Q4_K_M": "Q4_K"} | of_experts).get(format, format)
     is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
     better = format == "Q4_K_M" and (part in ("attn_v", "attn_qkv") or part.startswith("ffn_down"))
     better = better and more_bits(int(name.split(".")[1]), config.n_layer)

@@ -1,9 +1,9 @@
 """Quantize weights to the formats of GGUF files: the inverse of gguf_formats.py.
 
 Scales are searched: for each group of values, several are tried, and the one with the smallest squared error is kept.
-The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K and
-Q6_K, of which the files of gguf_export.py consist. Not covered: other formats. Errors can be weighted by the importance
-of inputs (`weights.Calibration`); kernels/cpu/quantize.h explains the formula.
+The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K,
+Q6_K and MXFP4, of which the files of gguf_export.py consist. Not covered: other formats. Errors can be weighted by the
+importance of inputs (`weights.Calibration`); kernels/cpu/quantize.h explains the formula.
 
 Values are stored as (values in a group, groups), so that sums over groups are sums of rows, which NumPy vectorizes.
 """
@@ -22,6 +22,8 @@ _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the proce
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
 OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0, "TQ2_0": 1}
 """What is added to the integers of a format before they are stored."""
+_BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+"""The middles between the magnitudes of MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 _SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
 """What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
 _AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
@@ -34,7 +36,8 @@ def quantize(name: str, values: Floats, importance: Floats | None = None) -> Byt
     Args:
         name: a format of `QUANTIZERS`.
         values: at most 65,504, float16's largest; the size of the last dimension is a multiple of the format's block.
-        importance: of each value of a row, above 0; None: all count alike. Q8_0 has one choice of scales for both.
+        importance: of each value of a row, above 0; None: all count alike. Q8_0 and MXFP4 have one choice of scales for
+            both.
     """
     format = next(f for f in FORMATS.values() if f.name == name)
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, format.block_size)
@@ -43,7 +46,7 @@ def quantize(name: str, values: Floats, importance: Floats | None = None) -> Byt
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
         blocks[start : start + step] = QUANTIZERS[name](some, None)
-        if importance is not None and name != "Q8_0":
+        if importance is not None and name not in ("Q8_0", "MXFP4"):
             parts = importance.reshape(-1, format.block_size)
             weights = parts[np.arange(start, start + len(some)) % len(parts)]
             _keep_better(format, some, weights, blocks[start : start + step], QUANTIZERS[name](some, weights))
@@ -180,6 +183,14 @@ def _by_32(name: str, rows: Floats, importance: Floats | None) -> Bytes:
     return assemble(name, scales, (_integers(x, scales, -levels, levels - 1) + levels).T.astype(np.uint8))
 
 
+def _mxfp4(rows: Floats, importance: Floats | None) -> Bytes:
+    """The scale makes the largest magnitude 4 to 8, of which 6 is the most, as in ggml: MXFP4 values do not change."""
+    exponent = np.frexp(np.abs(rows).max(1, keepdims=True))[1] - 3
+    scale = np.clip(exponent + 127, 0, 254)
+    codes = np.digitize(np.ldexp(np.abs(rows), 127 - scale), _BETWEEN).astype(np.uint8) | (rows < 0) * np.uint8(8)
+    return np.concatenate([scale.astype(np.uint8), codes[:, :16] | codes[:, 16:] << 4], axis=1)
+
+
 def _q6_k(rows: Floats, importance: Floats | None) -> Bytes:
     x = _groups(rows, 16)
     scales = _symmetric(x, _weights(importance, 16), 32).reshape(-1, 16)
@@ -204,5 +215,6 @@ def _q4_k(rows: Floats, importance: Floats | None) -> Bytes:
 
 QUANTIZERS: dict[str, Callable[[Floats, Floats | None], Bytes]] = {
     "Q8_0": _q8_0, "Q4_0": partial(_by_32, "Q4_0"), "Q5_0": partial(_by_32, "Q5_0"), "Q4_K": _q4_k, "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }  # fmt: skip
 """By the format's name: (num_blocks, block_size) and as much importance or None -> (num_blocks, block_bytes)."""

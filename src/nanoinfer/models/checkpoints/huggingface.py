@@ -151,16 +151,24 @@ def _indexed(index: Path) -> list[Path]:
 
 def _fuse(tensors: dict[str, HostTensor], name: str, family: Family, num_experts: int) -> None:
     """Replace the tensor `name` and those that follow it by the one as which the family stores them."""
+    stem, _, suffix = name.rpartition(".")
     for whole, parts in family.fused.items():
-        if (base := name.removesuffix(f".{parts[0].format(0)}.weight")) == name:
+        if (base := stem.removesuffix(f".{parts[0].format(0)}")) == stem:
             continue
         stacked = "{}" in parts[0]
         names = [part.format(e) for e in range(num_experts if stacked else 1) for part in parts]
-        found = [tensors.pop(f"{base}.{part}.weight") for part in names]
-        values = np.concatenate([part.dense().values for part in found])
+        found = [tensors.pop(f"{base}.{part}.{suffix}") for part in names]
+        arrays = [part.dense().values for part in found]
+        if family.alternating:
+            values = np.stack(arrays, axis=1)  # (rows, experts * parts, ...)
+            values = values.reshape(len(values), num_experts, len(parts), -1).transpose(1, 3, 0, 2)
+            values = values.reshape(num_experts, *arrays[0].shape[1:], -1)  # (experts, in, rows) or (experts, rows)
+            tensors[f"{base}.{whole}{'_bias' if suffix == 'bias' else ''}"] = HostTensor(values, found[0].dtype)
+            continue
+        values = np.concatenate(arrays)
         if stacked:
             values = values.reshape(num_experts, -1, values.shape[1])
-        tensors[f"{base}.{whole}.weight"] = HostTensor(values, found[0].dtype)
+        tensors[f"{base}.{whole}.{suffix}"] = HostTensor(values, found[0].dtype)
 
 
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
@@ -183,7 +191,7 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
         tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
-    firsts = tuple(f".{parts[0].format(0)}.weight" for parts in family.fused.values())
+    firsts = tuple(f".{parts[0].format(0)}.{of}" for parts in family.fused.values() for of in ("weight", "bias"))
     for name in [name for name in tensors if name.endswith(firsts)]:
         _fuse(tensors, name, family, 0 if config.experts is None else config.experts.count)
     if config.family == "gpt2":  # its layout always has biases

@@ -68,8 +68,9 @@ class StoredTensor:
         return ((self.block_format, self.shape[0]),) if self.block_format else None
 
     def t(self) -> StoredTensor:
-        """Return the transpose of a matrix."""
-        return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
+        """Return the transpose of a matrix, or of each of several."""
+        swapped = [(*n[:-2], n[-1], n[-2]) for n in (self.shape, self.strides)]
+        return replace(self, shape=swapped[0], strides=swapped[1])
 
     def merged(self) -> StoredTensor:
         """Return the matrix whose rows are those of a row-major tensor of two or more dimensions; a vector is a row."""
@@ -81,6 +82,19 @@ class StoredTensor:
         shape = (self.shape[0] // count, *self.shape[1:])
         num_bytes = self._stored_bytes(shape)
         return [replace(self, shape=shape, start=self.start + i * num_bytes) for i in range(count)]
+
+    def each(self) -> list[StoredTensor]:
+        """Return the tensors that follow each other in the first dimension."""
+        return [self._view(self.shape[1:], self.strides[1:], i * self.strides[0]) for i in range(self.shape[0])]
+
+    def alternate(self, count: int) -> list[StoredTensor]:
+        """Return `count` parts of the rows: row i is one of part i % count."""
+        shape, strides = (self.shape[0] // count, *self.shape[1:]), (self.strides[0] * count, *self.strides[1:])
+        return [self._view(shape, strides, i * self.strides[0]) for i in range(count)]
+
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> StoredTensor:
+        """Return a part that begins with value `first`."""
+        return replace(self, shape=shape, strides=strides, start=self.start + first * ITEM_BYTES.get(self.dtype, 1))
 
     def _stored_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the first rows in the file."""

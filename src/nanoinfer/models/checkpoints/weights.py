@@ -173,21 +173,38 @@ def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family:
     for name, tensor in stored.items():
         base, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):  # experts of transformers 5
-            base, suffix = name, "weight"
+            base, suffix = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
         whole = next((w for w in fused if base.endswith(f".{w}")), "")
         parts = fused.get(whole, ())
         if parts and "{}" in parts[0]:
-            fits = len(tensor.shape) == 3 and tensor.shape[0] == num_experts and not tensor.shape[1] % len(parts)
+            split = _of_experts(tensor, num_experts, len(parts), family.alternating)
             parts = tuple(part.format(expert) for expert in range(num_experts) for part in parts)
-            tensor = tensor.merged() if fits else tensor
         else:
             fits = bool(parts) and bool(tensor.shape) and not tensor.shape[0] % len(parts)
-        if not fits:
+            split = tensor.equal_parts(len(parts)) if fits else []
+        if not split:
             found[name] = tensor
             continue
-        for part, values in zip(parts, tensor.equal_parts(len(parts)), strict=True):
+        for part, values in zip(parts, split, strict=True):
             found[f"{base.removesuffix(whole)}{part}.{suffix}"] = values
     return found
+
+
+def _of_experts(tensor: StoredTensor, num_experts: int, count: int, alternating: bool) -> list[StoredTensor]:
+    """Return the parts of a tensor that all experts share, `count` of each expert; none if it does not fit.
+
+    They are equal parts of its rows, (experts, rows, in); or they alternate in its columns, (experts, in, rows), or in
+    biases, (experts, rows).
+    """
+    if not tensor.shape or tensor.shape[0] != num_experts:
+        return []
+    if not alternating:
+        fits = len(tensor.shape) == 3 and not tensor.shape[1] % count
+        return tensor.merged().equal_parts(num_experts * count) if fits else []
+    is_matrix = len(tensor.shape) == 3
+    if tensor.shape[-1] % count or not (is_matrix or (len(tensor.shape) == 2 and type(tensor) is StoredTensor)):
+        return []
+    return [part for one in tensor.each() for part in (one.t() if is_matrix else one).alternate(count)]
 
 
 def _with_shared_inputs(formats: Mapping[str, BlockFormats], config: ModelConfig) -> dict[str, BlockFormats]:

@@ -82,7 +82,7 @@ class Family:
     first_row: Mapping[str, int] = field(default_factory=dict)
     """Our parts that are the rows from this one on of a stored tensor, whose rows before mean nothing."""
     transposed: frozenset[str] = frozenset()
-    """Our parts whose matrix is stored as (in, out)."""
+    """Our parts, or `fused` tensors, whose matrices are stored as (in, out)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of stored tensors that are not weights."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -90,6 +90,8 @@ class Family:
     expert, the tensor has three dimensions, the experts first."""
     read_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """As `fused`: tensors that are read, and not written."""
+    alternating: bool = False
+    """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.
@@ -170,11 +172,11 @@ def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp
     return np.concatenate((rows[:turned].reshape(-1, config.head_dim)[:, dims].reshape(-1), rows[turned:]))
 
 
-_NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*)(\.weight|\.bias)")
+_NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*?)(\.weight|\.bias|)")
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias")."""
+    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias"); sinks have no suffix."""
     found = _NAME.fullmatch(name)
     assert found is not None, name
     return None if found[1] is None else int(found[1]), found[2], found[3]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,13 @@ class Codec(Protocol):
         """Read the tensors and return the rows' blocks in the format of `exact`, (out, bytes of a row)."""
 
 
+class SeveralCodec(Codec, Protocol):
+    """How several matrices are stored as one tensor."""
+
+    def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
+        """Return the codecs of parts. `split` is applied to the stored tensors, which have the rows of the matrices."""
+
+
 @dataclass(frozen=True)
 class QuantizedTensor(StoredTensor):
     """A matrix that a codec reads. Its dtype is that of dense values."""
@@ -86,6 +93,19 @@ class QuantizedTensor(StoredTensor):
         """As `StoredTensor.equal_parts`."""
         shape = (self.shape[0] // count, *self.shape[1:])
         return [replace(self, shape=shape, first=self.first + i * shape[0]) for i in range(count)]
+
+    def each(self) -> list[StoredTensor]:
+        """As `StoredTensor.each`, for several matrices."""
+        parts = [QuantizedTensor.of(codec, self.format) for codec in self._views(StoredTensor.each)]
+        return [part if self.strides == contiguous(self.shape) else part.t() for part in parts]
+
+    def alternate(self, count: int) -> list[StoredTensor]:
+        """As `StoredTensor.alternate`, for one of several matrices."""
+        codecs = self._views(lambda tensor: tensor.alternate(count))
+        return [QuantizedTensor.of(codec, self.format) for codec in codecs]
+
+    def _views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
+        return cast(SeveralCodec, self.codec).views(split)
 
     def read(self) -> HostTensor:
         """Return a `BlockMatrix` if the matrix has a `block_format`, else the values in float32.

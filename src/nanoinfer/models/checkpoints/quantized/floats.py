@@ -238,7 +238,12 @@ class Mxfp4:
 
     def exact(self) -> tuple[str | None, str]:
         """As `Codec.exact`."""
-        return ("mxfp4", "") if len(self.shape) == 2 else (None, "several matrices are one tensor")
+        return "mxfp4", ""
+
+    def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
+        """As `Codec.views`."""
+        pairs = zip(split(self.packed), split(self.scale), strict=True)
+        return [Mxfp4(packed, scale, (*scale.shape[:-1], scale.shape[-1] * 32)) for packed, scale in pairs]
 
     def dense(self) -> NDArray[np.float32]:
         """As `Codec.dense`."""
