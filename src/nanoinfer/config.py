@@ -5,13 +5,14 @@ The line under each field is its `--help` text. This module does not import PyTo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.layer_config import Experts as Experts  # of this module to all others
 from nanoinfer.layer_config import LayerKind as LayerKind
 from nanoinfer.layer_config import Rotary as Rotary
+from nanoinfer.layer_config import check_kv_layers
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
@@ -158,13 +159,9 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
             raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
-        for kind in set(self.layers):
-            if kind.window is not None:
-                require_int("window", kind.window, 1, 2**31 - 1)
-            if kind.rotary is not None and kind.rotary.dim > self.head_dim:
-                raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
-            if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
-                raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
+        for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
+            kind.check(self.at(i).head_dim)
+        check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
@@ -209,6 +206,26 @@ class ModelConfig:
         """Return the kind of a layer."""
         return self.layers[index] if self.layers else LayerKind()
 
+    def at(self, layer: int) -> ModelConfig:
+        """Return the config with the sizes of a layer, and without `layers`; itself if they are the model's."""
+        sizes = self.layer(layer).sizes
+        return replace(self, layers=(), **sizes) if sizes else self
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to, in most models its own."""
+        of = self.layer(layer).kv_layer
+        return layer if of is None else of
+
+    @property
+    def differing(self) -> str | None:
+        """What other models do not have: layers of other sizes, or without keys and values of their own; or None."""
+        return next(filter(None, (kind.differing for kind in self.layers)), None)
+
+    def qkv_widths(self, layer: int) -> tuple[int, ...]:
+        """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks."""
+        at = self.at(layer)
+        return (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
+
     @property
     def windows(self) -> set[int | None]:
         """The different windows of the layers."""
@@ -227,7 +244,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * self.n_layer * self.kv_dim * bytes_per_value
+        return 2 * bytes_per_value * sum(self.at(i).kv_dim for i in range(self.n_layer) if self.kv_layer(i) == i)
 
 
 _GPT2_FIELDS = (

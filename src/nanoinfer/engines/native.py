@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
@@ -208,6 +208,8 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         options.normalize_experts, options.expert_scale = experts.normalize, experts.scale
         options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
         options.sparse = [int(kind.experts) for kind in kinds]
+    if any(kind.sizes or kind.num_projections < 3 or kind.value_norm for kind in kinds):
+        options.layers = [_layer_shape(model, i) for i in range(model.n_layer)]
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):
@@ -222,3 +224,15 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
+
+
+def _layer_shape(model: ModelConfig, layer: int) -> Any:
+    """Return the sizes of a layer for the C++ decoder."""
+    from nanoinfer._native import LayerShape
+
+    shape, kind = LayerShape(), model.layer(layer)
+    for name in ("n_head", "n_kv_head", "head_dim", "mlp_dim"):
+        setattr(shape, name, getattr(model.at(layer), name))
+    shape.kv_layer = -1 if kind.kv_layer is None else kind.kv_layer
+    shape.num_projections, shape.value_norm = kind.num_projections, kind.value_norm
+    return shape

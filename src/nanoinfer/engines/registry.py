@@ -46,6 +46,8 @@ class EngineSpec:
     """Optional dependency (import name)."""
     native: bool = False
     """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
+    equal_layers: bool = False
+    """Whether it needs layers of equal sizes, each with keys and values of its own."""
     preferred: bool = True
     """Whether `auto` may choose it when another engine supports the configuration too."""
 
@@ -124,6 +126,7 @@ ENGINES: dict[str, EngineSpec] = {
             memory="padded slots",
             options=("quantization", "graph_memory"),
             module="triton",
+            equal_layers=True,
             preferred=False,  # not measured yet
         ),
     )
@@ -189,8 +192,10 @@ def build(
         limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:
-        NanoinferError: the KV cache does not fit in memory.
+        NanoinferError: the engine does not support the model, or the KV cache does not fit in memory.
     """
+    if spec.equal_layers and (found := weights.config.differing) is not None:
+        raise NanoinferError(f"engine={spec.name!r} cannot run this model: {found}: use another engine")
     if processes.generation() and not spec.native and device == "cpu":
         log.warning(
             "engine=%s: PyTorch computes with one thread, because a forked process does not inherit its thread pool:"

@@ -35,9 +35,11 @@ from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.rotary import frequencies
+from nanoinfer.models.shared_attention import SharedAttention
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
+"""Without keys and values (shared_attention.py), it attends to those of another layer (`ModelConfig.kv_layer`)."""
+LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """`Attend` for one layer. Blocks do not receive their layer index, so one compiled block serves all layers."""
 
 
@@ -121,7 +123,10 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn = Attention(config)
+        shared = kind.num_projections < 3 or kind.value_norm
+        self.attn: Attention | SharedAttention = (
+            SharedAttention(config, kind, make_norm) if shared else Attention(config)
+        )
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)
@@ -176,7 +181,7 @@ class GPT(nn.Module):
             "wte": _embedding(config.vocab_size, config.n_embd),
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
-            "h": nn.ModuleList(Block(config, dropout, kind) for kind in self._kinds),
+            "h": nn.ModuleList(Block(config.at(i), dropout, kind) for i, kind in enumerate(self._kinds)),
             "ln_f": make_norm(config),
         }
         self.transformer = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
@@ -255,7 +260,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config)))
+        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, kept={})))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

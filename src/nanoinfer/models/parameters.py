@@ -20,7 +20,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     A matrix is (out, in), an embedding (rows, n_embd).
     """
-    C, F, D = config.n_embd, config.mlp_dim, config.head_dim
+    C = config.n_embd
     found: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (config.vocab_size, C)}
 
     def linear(name: str, out: int, inputs: int, part: str) -> None:
@@ -39,14 +39,16 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.embedding_norm:
         norm("transformer.ln_e")
     for layer in range(config.n_layer):
-        h = f"transformer.h.{layer}"
+        h, at = f"transformer.h.{layer}", config.at(layer)
+        F, D = at.mlp_dim, at.head_dim
         if "ln_1" in config.block_norms:
             norm(f"{h}.ln_1")
-        linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
-        linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
-        if config.qk_norm != "none":
-            norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
-            norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
+        widths = config.qkv_widths(layer)
+        linear(f"{h}.attn.c_attn", sum(widths), C, "qkv")
+        linear(f"{h}.attn.c_proj", C, at.attn_dim, "proj")
+        for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
+            if config.qk_norm != "none":
+                norm(f"{h}.attn.{part}", D if config.qk_norm == "head" else width)
         if "post_1" in config.block_norms:
             norm(f"{h}.post_1")
         if "ln_2" in config.block_norms:

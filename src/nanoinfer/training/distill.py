@@ -149,7 +149,8 @@ def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dt
         dtype: of the target's matrix products and of the stored hidden states: float32 or bfloat16.
     """
     device = target.lm_head.weight.device
-    positions, attend = torch.arange(tokens.shape[1], device=device), partial(causal_attention, target.config)
+    positions = torch.arange(tokens.shape[1], device=device)
+    attend = partial(causal_attention, target.config, kept={})
     hidden = torch.empty(*tokens.shape, target.config.n_embd, dtype=dtype)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         for at in range(0, len(tokens), TARGET_BATCH):

@@ -16,6 +16,18 @@
 
 namespace nanoinfer {
 
+// The sizes of one layer, and what it projects to.
+struct LayerShape {
+  std::int64_t n_head = 0, n_kv_head = 0, head_dim = 0, mlp_dim = 0;
+  std::int64_t kv_layer = -1;         // earlier layer whose keys and values it attends to, -1: its own
+  std::int64_t num_projections = 3;   // of queries, keys and values, in this order
+  bool value_norm = false;            // of each head, without a weight
+  float scale = 0;                    // of the scores: DecoderShape::attention_scale, or 1 / sqrt(head_dim)
+
+  std::int64_t attn_dim() const { return n_head * head_dim; }
+  std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+};
+
 // nanoinfer.config.ModelConfig; the defaults are GPT-2's.
 struct DecoderShape {
   std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
@@ -52,9 +64,7 @@ struct DecoderShape {
   std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
   std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
-
-  std::int64_t attn_dim() const { return n_head * head_dim; }
-  std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+  std::vector<LayerShape> layers;     // empty: all have the sizes above
 };
 
 struct NormWeights {  // empty if the model does not have the norm
@@ -81,6 +91,7 @@ struct ModelWeights {
   Matrix wte{}, lm_head{};         // lm_head is wte if they are tied
   std::vector<float> wpe;
   NormWeights ln_e, ln_f;
+  NormWeights value_norm;          // ones and zeros, where a layer normalises values
   std::vector<LayerWeights> layers;
 };
 
@@ -119,9 +130,9 @@ class ForwardPass {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Item {  // attention of one head of keys and values for some rows of one sequence
+  struct Run {  // some rows of one sequence, whose attention is an item for each head of keys and values
     const std::uint8_t* const* blocks;
-    std::int64_t row, count, head;
+    std::int64_t row, count;
   };
   void select(const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
@@ -150,7 +161,7 @@ class ForwardPass {
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void observe(const float* x, const Matrix& w, int rank);
-  void attend_item(std::int64_t layer, const Item& item, float* scratch) const;
+  void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
 
   const ModelWeights& model_;
@@ -168,7 +179,7 @@ class ForwardPass {
   std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
-  std::vector<Item> items_;
+  std::vector<Run> runs_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step

@@ -233,11 +233,15 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
         better = better and (
             name.endswith("attn.c_attn.weight") or (".mlp." in name and name.endswith("c_proj.weight"))
         )
-        split = rows - config.kv_dim if name.endswith("c_attn.weight") and config.n_kv_head < config.n_head else 0
+        split, of_values = 0, 0
+        if layer is not None and name.endswith("c_attn.weight"):
+            widths = config.qkv_widths(int(layer[1]))
+            of_values = widths[2] if len(widths) == 3 and widths[2] < widths[0] else 0
+            split = rows - of_values if of_values else 0
         if name == head:
             formats[name] = ((more, rows),)
         elif columns % 32 == 0 and better and split and split % 32 == 0:
-            formats[name] = ((few, split), (more, config.kv_dim))
+            formats[name] = ((few, split), (more, of_values))
         elif columns % 32 == 0:
             formats[name] = ((more if better else few, rows),)
     return formats

@@ -141,9 +141,9 @@ class Family:
         if isinstance(theirs, str):
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
-        sizes = (config.attn_dim, config.kv_dim, config.kv_dim)  # only c_attn is made of several
+        sizes = config.qkv_widths(layer or 0)  # only c_attn is made of several
         return Recipe(
-            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=True)), order
+            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=False)), order
         )
 
 
