@@ -111,11 +111,14 @@ class ModelConfig:
     """Logits l become softcap * tanh(l / softcap)."""
     experts: Experts | None = None
     """The mixture of experts in the layers that have one."""
+    per_layer_dim: int = 0
+    """Width of the embedding that each token has for each layer; 0: there is none."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         require_int("n_layer", self.n_layer, 1, MAX_LAYERS)
+        require_int("per_layer_dim", self.per_layer_dim, 0, 2**31 - 1)
         if self.n_inner is not None:
             require_int("n_inner", self.n_inner, 1, 2**31 - 1)
         self._check_heads()
@@ -220,8 +223,9 @@ class ModelConfig:
 
     @property
     def differing(self) -> str | None:
-        """What other models do not have: layers of other sizes, or without keys and values of their own; or None."""
-        return next(filter(None, (kind.differing for kind in self.layers)), None)
+        """What most models do not have, for messages: layers of several sizes or without keys, for example; or None."""
+        found = next(filter(None, (kind.differing for kind in self.layers)), None)
+        return "it has per-layer embeddings" if self.per_layer_dim else found
 
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
         """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks."""

@@ -9,7 +9,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
-SCALINGS = ("none", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "proportional")
 MAX_EXPERTS = 4096
 """Each expert of a config is described, before the weights are compared with their number."""
 
@@ -28,8 +28,8 @@ class Rotary:
     base: float = 10000.0
     """Pair i turns by base**(-2 i / dim) radians at each position."""
     scaling: str = "none"
-    """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), or longrope
-    (each by its own factor)."""
+    """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), longrope
+    (each by its own factor), or proportional (all, and those of the last pairs are 0)."""
     factor: float = 1.0
     """Scaled frequencies are divided by it."""
     low_freq_factor: float = 1.0
@@ -47,6 +47,8 @@ class Rotary:
     """longrope: divisor of each frequency if the context length is more than the original one."""
     attention_factor: float = 1.0
     """Factor of the rotated dimensions."""
+    num_turning: int = 0
+    """proportional: number of pairs that turn, the first ones."""
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_context))."""
 
@@ -65,6 +67,7 @@ class Rotary:
             )
         require_int("original_max_position_embeddings", self.original_context, 1, 2**24)
         require_bool("truncate", self.truncate)
+        require_int("num_turning", self.num_turning, 0, self.dim // 2 if self.scaling == "proportional" else 0)
         require_float("attention_factor", self.attention_factor, 1e-3, 1e3)
         require_float("llama_4_scaling_beta", self.query_growth, 0.0, 1e3)
         for name in ("short_factors", "long_factors"):

@@ -35,7 +35,7 @@ log = logging.getLogger("nanoinfer")
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
     "tie_word_embeddings", "norm", "norm_weight", "norm_placement", "norm_epsilon", "qk_norm", "embedding_norm",
-    "learned_positions", "parallel_residual", "gated_mlp",
+    "learned_positions", "parallel_residual", "gated_mlp", "per_layer_dim",
 )  # fmt: skip
 """Attributes of ModelConfig that the decoder takes as they are."""
 
@@ -208,7 +208,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         options.normalize_experts, options.expert_scale = experts.normalize, experts.scale
         options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
         options.sparse = [int(kind.experts) for kind in kinds]
-    if any(kind.sizes or kind.num_projections < 3 or kind.value_norm for kind in kinds):
+    if model.differing is not None:
         options.layers = [_layer_shape(model, i) for i in range(model.n_layer)]
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
@@ -234,5 +234,5 @@ def _layer_shape(model: ModelConfig, layer: int) -> Any:
     for name in ("n_head", "n_kv_head", "head_dim", "mlp_dim"):
         setattr(shape, name, getattr(model.at(layer), name))
     shape.kv_layer = -1 if kind.kv_layer is None else kind.kv_layer
-    shape.num_projections, shape.value_norm = kind.num_projections, kind.value_norm
+    shape.num_projections, shape.value_norm, shape.scaled = kind.num_projections, kind.value_norm, kind.scaled
     return shape

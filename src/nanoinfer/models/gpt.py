@@ -34,6 +34,7 @@ from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
+from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.shared_attention import SharedAttention
 
@@ -131,6 +132,7 @@ class Block(nn.Module):
         self.ln_2 = norm("ln_2")
         self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)
         self.post_2 = norm("post_2")
+        self.after = AfterBlock(config, kind, make_norm) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
         self.scale = config.residual_scale
         self.dropout = dropout
@@ -181,6 +183,7 @@ class GPT(nn.Module):
             "wte": _embedding(config.vocab_size, config.n_embd),
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
+            "per_layer": PerLayerEmbedding(config, make_norm) if config.per_layer_dim else None,
             "h": nn.ModuleList(Block(config.at(i), dropout, kind) for i, kind in enumerate(self._kinds)),
             "ln_f": make_norm(config),
         }
@@ -212,12 +215,15 @@ class GPT(nn.Module):
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
         rotations = self.rotations(pos, x.dtype)
+        inputs = parts["per_layer"](idx, x) if self.config.per_layer_dim else None  # of the layers, (..., L, P)
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
                 x = block(x, partial(cast(Attend, attend), layer), by)
+            if block.after is not None:
+                x = block.after(x, None if inputs is None else inputs[..., layer, :])
         x = parts["ln_f"](x)
         return x if self.config.final_scale is None else x * self.config.final_scale  # type: ignore[no-any-return]
 

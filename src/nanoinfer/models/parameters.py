@@ -18,7 +18,8 @@ LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by its name, in the order of `GPT.named_parameters`. A tied head has no entry.
 
-    A matrix is (out, in), an embedding (rows, n_embd).
+    A matrix is (out, in), an embedding (rows, n_embd). The table of per-layer embeddings has a row for each token and
+    layer, those of a token one after the other.
     """
     C = config.n_embd
     found: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (config.vocab_size, C)}
@@ -38,6 +39,10 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         found["transformer.wpe.weight"] = (config.block_size, C)
     if config.embedding_norm:
         norm("transformer.ln_e")
+    if P := config.per_layer_dim:
+        found["transformer.per_layer.wte.weight"] = (config.vocab_size * config.n_layer, P)
+        found["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
+        norm("transformer.per_layer.norm", P)
     for layer in range(config.n_layer):
         h, at = f"transformer.h.{layer}", config.at(layer)
         F, D = at.mlp_dim, at.head_dim
@@ -62,6 +67,11 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             linear(f"{h}.mlp.c_proj", C, F, "mlp")
         if "post_2" in config.block_norms:
             norm(f"{h}.post_2")
+        if config.layer(layer).scaled:
+            found[f"{h}.after.scale"] = (1,)
+        if P:
+            found |= {f"{h}.after.c_gate.weight": (P, C), f"{h}.after.c_proj.weight": (C, P)}
+            norm(f"{h}.after.post")
     norm("transformer.ln_f")
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = (config.vocab_size, C)
@@ -109,7 +119,7 @@ def initial(name: str, shape: tuple[int, ...], n_layer: int, seed: int) -> NDArr
     (2 * n_layer)**-0.5, which keeps its variance. Biases are 0, weights of layer norms 1.
     """
     if len(shape) < 2:
-        return np.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=np.float32)
+        return np.full(shape, 1.0 if name.endswith(("weight", "scale")) else 0.0, dtype=np.float32)
     std = 0.02 * ((2 * n_layer) ** -0.5 if "c_proj" in name else 1.0)
     generator = np.random.Generator(np.random.SFC64([seed, *name.encode()]))
     values: NDArray[np.float32] = generator.standard_normal(shape, dtype=np.float32)

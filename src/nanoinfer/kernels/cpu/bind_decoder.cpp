@@ -206,7 +206,8 @@ void bind_decoder(nb::module_& m) {
       .def_rw("mlp_dim", &LayerShape::mlp_dim)
       .def_rw("kv_layer", &LayerShape::kv_layer)
       .def_rw("num_projections", &LayerShape::num_projections)
-      .def_rw("value_norm", &LayerShape::value_norm);
+      .def_rw("value_norm", &LayerShape::value_norm)
+      .def_rw("scaled", &LayerShape::scaled);
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())
       .def_rw("vocab_size", &Settings::vocab_size)
@@ -242,6 +243,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("shared_gate", &Settings::shared_gate)
       .def_rw("sparse", &Settings::sparse)
       .def_rw("layers", &Settings::layers)
+      .def_rw("per_layer_dim", &Settings::per_layer_dim)
       .def_rw("attention_scale", &Settings::attention_scale)
       .def_rw("attention_softcap", &Settings::attention_softcap)
       .def_rw("logits_softcap", &Settings::logits_softcap)

@@ -92,6 +92,9 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   check_float("final_scale", s.final_scale, 1e-6f, 1e6f);
   check_float("query_growth", s.query_growth, 0, 1e6f);
   check_size("query_context", s.query_context);
+  check_size("per_layer_dim", s.per_layer_dim, 0);
+  check_size("the rows of the per-layer embeddings", s.per_layer_dim ? s.vocab_size * s.n_layer : 0, 0);
+  check_size("per_layer_dim * n_layer", s.per_layer_dim * s.n_layer, 0);
   require(s.rotary_factors.size() == s.frequencies.size(), "rotary_factors needs a number for each of frequencies");
   for (const float factor : s.rotary_factors) check_float("a rotary factor", factor, 1e-6f, 1e6f);
   const std::size_t layers = s.n_layer;
@@ -156,6 +159,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
     slots_["transformer.wpe.weight"] = {.vector = model_.wpe.data(), .rows = shape.block_size, .columns = C};
   }
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
+  if (shape.per_layer_dim) add_layer_inputs();
   for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", i);
   add_norm("transformer.ln_f", model_.ln_f, C);
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
@@ -187,6 +191,7 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
   if (s.sparse[index]) add_experts(prefix + "mlp.", layer);
   else add_mlp(prefix + "mlp.", layer, l.mlp_dim);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
+  add_after(prefix + "after.", layer, l.scaled);
 }
 
 void Decoder::add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width) {
@@ -361,6 +366,11 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
   for (std::int64_t i = 0; i < model_.shape.n_layer; ++i) {
     const LayerWeights& w = model_.layers[i];
     const std::string h = "transformer.h." + str(i) + ".";
+    if (model_.shape.per_layer_dim) {
+      found["transformer.per_layer.c_in.weight"] = pass_.input_squares(model_.inputs_in);
+      found[h + "after.c_gate.weight"] = pass_.input_squares(w.after_gate);
+      found[h + "after.c_proj.weight"] = pass_.input_squares(w.after_proj);
+    }
     found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
     found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
     if (w.experts) {

@@ -26,7 +26,8 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     : model_(model), kernels_(kernels), cache_(cache), num_threads_(num_threads) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
-  std::int64_t qkv_dim = 0, attn_dim = 0, mlp_dim = s.shared_dim, head_dim = 0;  // the largest of all layers
+  std::int64_t qkv_dim = 0, attn_dim = 0, head_dim = 0;  // the largest of all layers
+  std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
   for (const LayerShape& l : s.layers) {
     qkv_dim = std::max(qkv_dim, l.attn_dim() + 2 * l.kv_dim());
     attn_dim = std::max(attn_dim, l.attn_dim());
@@ -36,7 +37,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(qkv_dim);
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
-  scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), s.n_embd));
+  scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), std::max(s.n_embd, s.per_layer_dim)));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
@@ -57,6 +58,10 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
+  if (s.per_layer_dim == 0) return;
+  inputs_stride_ = row_stride(s.n_layer * s.per_layer_dim);
+  inputs_memory_ = Buffer(kMaxRows * inputs_stride_ * sizeof(float));
+  inputs_ = reinterpret_cast<float*>(inputs_memory_.data());
 }
 
 ForwardPass::~ForwardPass() = default;
@@ -71,7 +76,11 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
     const bool last = row + kMaxRows >= total;
     phases_.clear();
     embed();
-    for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l);
+    if (model_.shape.per_layer_dim) make_layer_inputs();
+    for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) {
+      layer(l);
+      after_layer(l);
+    }
     finish();
     if (last && num_logits_ && logits != nullptr) {
       const Matrix& w = model_.lm_head;
@@ -305,6 +314,8 @@ void ForwardPass::observe_inputs() {
       for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
       if (l.experts)
         for (const Matrix* w : {&l.experts->c_fc, &l.experts->c_proj}) mine[w].assign(w->in, 0.0);
+      if (model_.shape.per_layer_dim)
+        for (const Matrix* w : {&l.after_gate, &l.after_proj, &model_.inputs_in}) mine[w].assign(w->in, 0.0);
     }
     mine[&model_.lm_head].assign(model_.lm_head.in, 0.0);
   }

@@ -22,6 +22,7 @@ struct LayerShape {
   std::int64_t kv_layer = -1;         // earlier layer whose keys and values it attends to, -1: its own
   std::int64_t num_projections = 3;   // of queries, keys and values, in this order
   bool value_norm = false;            // of each head, without a weight
+  bool scaled = false;                // whether x is multiplied by a parameter after the layer
   float scale = 0;                    // of the scores: DecoderShape::attention_scale, or 1 / sqrt(head_dim)
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
@@ -65,6 +66,7 @@ struct DecoderShape {
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
   std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
   std::vector<LayerShape> layers;     // empty: all have the sizes above
+  std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
 };
 
 struct NormWeights {  // empty if the model does not have the norm
@@ -83,6 +85,9 @@ struct LayerWeights {
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm;
+  Matrix after_gate{}, after_proj{};              // of models with per-layer embeddings
+  NormWeights after_post;
+  float scale = 1;                                // of x after the layer
 };
 
 struct ModelWeights {
@@ -92,6 +97,8 @@ struct ModelWeights {
   std::vector<float> wpe;
   NormWeights ln_e, ln_f;
   NormWeights value_norm;          // ones and zeros, where a layer normalises values
+  Matrix inputs_wte{}, inputs_in{};  // per-layer embeddings: (vocab_size * n_layer, per_layer_dim), (n_layer * per_layer_dim, C)
+  NormWeights inputs_norm;
   std::vector<LayerWeights> layers;
 };
 
@@ -123,7 +130,8 @@ class ForwardPass {
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
   // Sum the squares of the inputs of products from here on. A matrix that shares its inputs with others has the sums, or the
-  // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`.
+  // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`;
+  // and those of per_layer.cpp.
   void observe_inputs();
   // The sums for a matrix of the model, (in); empty if it has none.
   std::vector<double> input_squares(const Matrix& w) const;
@@ -141,6 +149,8 @@ class ForwardPass {
   void attention(std::int64_t index);
   void mlp_hidden(std::int64_t index);
   void mlp_output(std::int64_t index);
+  void make_layer_inputs();
+  void after_layer(std::int64_t index);
   void mixture(std::int64_t index);
   void route(const LayerWeights& layer);
   void routed_experts(const ExpertWeights& w);
@@ -157,6 +167,7 @@ class ForwardPass {
   void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
   // What the phases call.
   void embed_row(std::int64_t row) const;
+  void make_row_inputs(std::int64_t row, float* scratch) const;
   void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
@@ -184,6 +195,9 @@ class ForwardPass {
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
+  std::int64_t inputs_stride_ = 0;
+  Buffer inputs_memory_;                              // of models with per-layer embeddings:
+  float* inputs_ = nullptr;                           // (kMaxRows, stride), per_layer_dim for each layer
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

@@ -138,6 +138,8 @@ def check(
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
     stored = _with_parts(stored, config, family)
     _check_layers(config, stored, source, family)
+    unread = family.unread(config)
+    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     tensors: Tensors = {}
     used: set[str] = set()
     for name, shape in shapes(config).items():
@@ -273,7 +275,7 @@ def _assemble(
     """Return one of our tensors, made of the stored ones. Shapes are compared, and nothing is read."""
     parts = []
     for name, rows in recipe.parts:
-        wanted = (rows, *shape[1:])
+        wanted = (rows, *shape[1:]) if recipe.folded == 1 else (rows, shape[1] * recipe.folded)
         wanted = wanted[::-1] if recipe.transposed else wanted
         if name not in stored:
             raise NanoinferError(f"{source}: tensor {name} {list(wanted)} is missing")
@@ -281,7 +283,8 @@ def _assemble(
             raise NanoinferError(
                 f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(wanted)}"
             )
-        parts.append(stored[name].t() if recipe.transposed else stored[name])
+        part = stored[name] if recipe.folded == 1 else stored[name].unfolded(recipe.folded)
+        parts.append(part.t() if recipe.transposed else part)
     return parts[0] if len(parts) == 1 and recipe.order is None else JoinedTensor(tuple(parts), recipe.order)
 
 

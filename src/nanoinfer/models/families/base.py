@@ -34,10 +34,13 @@ class Recipe:
     """Row i of ours is row order[i] of the joined ones; None: the same order."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
+    folded: int = 1
+    """How many of our rows follow each other in a row of the stored matrix."""
 
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
         values = tensor.values if self.order is None else tensor.values[np.argsort(self.order)]
+        values = values.reshape(len(values) // self.folded, -1) if self.folded > 1 else values
         start = 0
         for name, rows in self.parts:
             part = HostTensor(values[start : start + rows], tensor.dtype)
@@ -78,6 +81,8 @@ class Family:
     """Order of the rows of one of our parts (`Recipe.order`)."""
     transposed: frozenset[str] = frozenset()
     """Our parts whose matrix is stored as (in, out)."""
+    folded: frozenset[str] = frozenset()
+    """Our parts of which a stored row has those of all layers."""
     ignored: tuple[str, ...] = ()
     """Suffixes of stored tensors that are not weights."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -126,6 +131,12 @@ class Family:
         flags = {name: parts[0] in config.biases for name, (parts, _) in self.biases.items()}
         return found | flags | self.write_layers(config)
 
+    def unread(self, config: ModelConfig) -> set[str]:
+        """Return the names of tensors of keys and values that a file may have for layers without them."""
+        layers = [i for i in range(config.n_layer) if config.layer(i).kv_layer is not None]
+        parts = (*self.names["attn.c_attn"][1:], self.names.get("attn.k_norm")) if layers else ()
+        return {f"{self.layer.format(i)}{part}{end}" for i in layers for part in parts for end in (".weight", ".bias")}
+
     def _table(self) -> list[tuple[str, tuple[Any, ...]]]:
         return [(theirs, (ours,) if isinstance(ours, str) else ours) for theirs, ours in self.fields.items()]
 
@@ -139,6 +150,8 @@ class Family:
             count = config.experts.count
             return Recipe(tuple((f"{prefix}{theirs.format(e)}{suffix}", rows // count) for e in range(count)))
         if isinstance(theirs, str):
+            if part in self.folded:
+                return Recipe(((f"{prefix}{theirs}{suffix}", rows // config.n_layer),), folded=config.n_layer)
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
         sizes = config.qkv_widths(layer or 0)  # only c_attn is made of several
@@ -163,11 +176,11 @@ def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp
     return np.concatenate((rows[:turned].reshape(-1, config.head_dim)[:, dims].reshape(-1), rows[turned:]))
 
 
-_NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*)(\.weight|\.bias)")
+_NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*?)(\.weight|\.bias|)")
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias")."""
+    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias"). Not all have an end."""
     found = _NAME.fullmatch(name)
     assert found is not None, name
     return None if found[1] is None else int(found[1]), found[2], found[3]

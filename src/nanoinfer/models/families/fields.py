@@ -113,6 +113,10 @@ class Fields:
         context = "original_max_position_embeddings"  # transformers reads the field outside the object first
         inside = given.get(context, config.block_size) if original is None else original
         values = frequencies.read(_type(given), given, self.get(context, inside), config.block_size)
+        if values.get("scaling") == "proportional":
+            part = require_float("partial_rotary_factor", given.get("partial_rotary_factor", 1.0), 0.0, 1.0)
+            values["num_turning"] = int(part * config.head_dim // 2)
+            given = given | {"partial_rotary_factor": 1.0}
         dim = self._rotary_dim(config.head_dim, given, share)
         return Rotary(dim, **values | {"base": given.get("rope_theta", base)})
 
