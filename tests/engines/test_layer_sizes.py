@@ -53,6 +53,10 @@ MODELS = {
     "shared-whole": replace(
         BASE, n_layer=5, layers=SHARED, qk_norm="whole", bias=("qkv", "mlp"), attention_softcap=4.0
     ),
+    "per-layer": replace(
+        BASE, layers=tuple(replace(kind, scaled=i != 1) for i, kind in enumerate(SIZES)), per_layer_dim=19
+    ),
+    "scaled": replace(BASE, layers=(LayerKind(5, NEAR, scaled=True),) * 4),
     "layer-norms": replace(BASE, layers=SIZES, norm="layer", gated_mlp=False, bias=True, qk_norm="none"),
 }
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
@@ -106,7 +110,8 @@ def test_native_in_any_company_and_with_every_cache(cache: str, model: str) -> N
 def test_a_step_reads_all_weights_and_the_cache_of_each_layer(model: str) -> None:
     config = MODELS[model]
     cost = decode(config, FORMATS["float32"]).model
-    assert cost.bytes(1, 0) == 4 * sum(int(np.prod(shape)) for shape in shapes(config).values())
+    table = "transformer.per_layer.wte.weight"  # of which a step reads some rows
+    assert cost.bytes(1, 0) == 4 * sum(int(np.prod(shape)) for name, shape in shapes(config).items() if name != table)
     read = [(config.at(i), config.layer(i).window or 30) for i in range(config.n_layer)]
     assert cost.bytes(1, 30) - cost.bytes(1, 0) == sum(8 * at.kv_dim * min(30, window) for at, window in read)
 
@@ -122,7 +127,11 @@ def test_layers_that_share_keys_take_no_memory() -> None:
 def test_triton_refuses_before_memory_is_allocated() -> None:
     for name in MODELS:
         weights = replace(weights_of(make_gpt(name)), read=lambda: pytest.fail("weights are read"))
-        refuses(lambda w=weights: registry.build(ENGINES["triton"], w, EngineConfig(), "cuda"), "triton", "layers")
+        refuses(
+            lambda w=weights: registry.build(ENGINES["triton"], w, EngineConfig(), "cuda"),
+            "triton",
+            "it" if name == "per-layer" else "layers",
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,7 @@ def test_triton_refuses_before_memory_is_allocated() -> None:
         (LayerKind(head_size=0), ("head_dim=0",)),
         (LayerKind(head_size=4, rotary=NEAR), ("rotary dim=6", "head_dim=4")),
         (LayerKind(n_inner=-1), ("n_inner=-1",)),
+        (LayerKind(scaled=None), ("scaled=None",)),  # type: ignore[arg-type]
         (LayerKind(value_norm=1), ("value_norm=1",)),  # type: ignore[arg-type]
         (LayerKind(rotary=Rotary(4, query_growth=0.5), head_size=4), ("query_growth",)),
     ],

@@ -45,15 +45,13 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         norm("transformer.per_layer.norm", P)
     for layer in range(config.n_layer):
         h, at = f"transformer.h.{layer}", config.at(layer)
-        F, D = at.mlp_dim, at.head_dim
         if "ln_1" in config.block_norms:
             norm(f"{h}.ln_1")
-        widths = config.qkv_widths(layer)
-        linear(f"{h}.attn.c_attn", sum(widths), C, "qkv")
+        linear(f"{h}.attn.c_attn", sum(config.qkv_widths(layer)), C, "qkv")
         linear(f"{h}.attn.c_proj", C, at.attn_dim, "proj")
-        for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
+        for part, width in zip(("q_norm", "k_norm"), config.qkv_widths(layer), strict=False):
             if config.qk_norm != "none":
-                norm(f"{h}.attn.{part}", D if config.qk_norm == "head" else width)
+                norm(f"{h}.attn.{part}", at.head_dim if config.qk_norm == "head" else width)
         if "post_1" in config.block_norms:
             norm(f"{h}.post_1")
         if "ln_2" in config.block_norms:
@@ -61,10 +59,9 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.layer(layer).experts:
             found.update((f"{h}.mlp.{part}", shape) for part, shape in _expert_shapes(config))
         else:
-            if config.gated_mlp:
-                linear(f"{h}.mlp.c_gate", F, C, "mlp")
-            linear(f"{h}.mlp.c_fc", F, C, "mlp")
-            linear(f"{h}.mlp.c_proj", C, F, "mlp")
+            for part in ("c_gate", "c_fc") if config.gated_mlp else ("c_fc",):
+                linear(f"{h}.mlp.{part}", at.mlp_dim, C, "mlp")
+            linear(f"{h}.mlp.c_proj", C, at.mlp_dim, "mlp")
         if "post_2" in config.block_norms:
             norm(f"{h}.post_2")
         if config.layer(layer).scaled:

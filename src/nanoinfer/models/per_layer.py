@@ -50,8 +50,10 @@ class PerLayerEmbedding(nn.Module):
         rows = idx[..., None] * self.n_layer + torch.arange(self.n_layer, device=idx.device)
         scale = torch.tensor(self.width**0.5, dtype=x.dtype).item()  # rounded to the dtype, as in transformers
         projected = self.c_in(x) * x.shape[-1] ** -0.5
-        made: Tensor = self.norm(projected.unflatten(-1, (self.n_layer, self.width)))  # type: ignore[no-untyped-call]
-        return (made + self.wte(rows) * scale) * 2.0**-0.5
+        made: Tensor = self.norm(projected.view(*idx.shape, self.n_layer, self.width))
+        table: Tensor = self.wte(rows)
+        mixed: Tensor = (made + table * scale) * 2.0**-0.5
+        return mixed
 
 
 class AfterBlock(nn.Module):

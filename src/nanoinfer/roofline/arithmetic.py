@@ -261,19 +261,22 @@ def _step(
     )
     head_norms = 2 if config.embedding_norm else 1
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
-    vectors = head_norms * norm * C + config.head_bias * V
+    vectors = head_norms * norm * C + config.head_bias * V + norm * config.per_layer_dim
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
     return StepCost(layers, head, activations)
 
 
 def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
-    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`."""
-    C, experts = config.n_embd, config.experts
+    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`.
+
+    The products of per-layer embeddings count here: making a layer's input, the gate, and the one after it.
+    """
+    C, experts, inputs = config.n_embd, config.experts, 3 * config.n_embd * config.per_layer_dim
     if not mixed or experts is None:
-        return C * config.mlp_dim * (3 if config.gated_mlp else 2)
+        return C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
     width = experts.per_token * experts.width + experts.shared_width
-    return 3 * C * width + C * experts.count + C * experts.shared_gate
+    return 3 * C * width + C * experts.count + C * experts.shared_gate + inputs
 
 
 def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int, int]:
@@ -295,7 +298,10 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
     vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + qk_norm)
     attention = matrix("attn.c_attn", sum(widths), C) + matrix("attn.c_proj", C, A) + vectors * s
-    norms = norm * of_mlp * C * s
+    norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
+    if P := config.per_layer_dim:
+        inputs = fmt.of("transformer.per_layer.c_in.weight").matrix_bytes(P, C)  # of c_in's rows, this layer's
+        norms += inputs + matrix("after.c_gate", P, C) + matrix("after.c_proj", C, P) + norm * C * s
     if config.layer(layer).experts and config.experts is not None:
         E, D, S = config.experts.count, config.experts.width, config.experts.shared_width
         of_all = matrix("mlp.experts.c_proj", E * C, D)
@@ -331,6 +337,10 @@ def _layer_activations(config: ModelConfig, layer: int) -> int:
         found += 4 * C
     if kind.rotary is not None:
         found += 2 * sum(widths[:2])
+    if (
+        P := config.per_layer_dim
+    ):  # c_in C + P, norm 2P, a row 2P, sum 3P; gate C + P, activation and product 5P, c_proj
+        found += 8 * C + 15 * P  # P + C, norm 2C, add 3C
     if (experts := config.experts) is not None and kind.experts:
         # router C + E; of each expert the same as of an MLP, and adding it 2C
         shared = 3 * C + 8 * experts.shared_width if experts.shared_width else 0

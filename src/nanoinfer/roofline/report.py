@@ -165,9 +165,13 @@ def _memory(setting: Setting) -> dict[str, Any]:
     layer, *others = (kv_cache_layer(of_layer, fmt) for of_layer in own)
     total = sum(others, layer)
     weights = setting.decode.weight_bytes
-    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte.
+    # In memory but not read by a step: the lookup tables wpe, per-layer embeddings and, with an untied head, wte.
     if config.learned_positions:
         weights += config.block_size * config.n_embd * fmt.vector_bytes
+    if config.per_layer_dim:
+        weights += fmt.of("transformer.per_layer.wte.weight").matrix_bytes(
+            config.vocab_size * config.n_layer, config.per_layer_dim
+        )
     if not config.tie_word_embeddings:
         values = config.vocab_size * config.n_embd
         blocks = fmt.matrices.get("transformer.wte.weight")
