@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.engines import generate, make_engine, naive_greedy
 from helpers.errors import refuses
@@ -23,7 +25,7 @@ from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import weights_of
 from nanoinfer.models.parameters import shapes
-from nanoinfer.roofline.arithmetic import decode
+from nanoinfer.roofline.arithmetic import decode, extend
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -114,6 +116,16 @@ def test_a_step_reads_all_weights_and_the_cache_of_each_layer(model: str) -> Non
     assert cost.bytes(1, 0) == 4 * sum(int(np.prod(shape)) for name, shape in shapes(config).items() if name != table)
     read = [(config.at(i), config.layer(i).window or 30) for i in range(config.n_layer)]
     assert cost.bytes(1, 30) - cost.bytes(1, 0) == sum(8 * at.kv_dim * min(30, window) for at, window in read)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_roofline_counts_what_torch_counts(model: str) -> None:
+    """PyTorch computes masked scores too, so windows count as whole contexts."""
+    gpt = make_gpt(model)
+    full = replace(gpt.config, layers=tuple(replace(kind, window=None) for kind in gpt.config.layers))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # of which it knows the products
+        gpt(torch.zeros(2, 12, dtype=torch.long))
+    assert counter.get_total_flops() == extend(full, FORMATS["float32"], 12).model.flops(2, 12)
 
 
 def test_layers_that_share_keys_take_no_memory() -> None:
