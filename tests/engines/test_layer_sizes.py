@@ -66,8 +66,8 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 RUNGS = [name for name in ENGINES if name != "triton"]
 
 
-def make_gpt(name: str) -> GPT:
-    gpt = GPT(MODELS[name]).eval().requires_grad_(False)
+def make_gpt(model: str | ModelConfig) -> GPT:
+    gpt = GPT(MODELS[model] if isinstance(model, str) else model).eval().requires_grad_(False)
     torch.manual_seed(1)
     for name, p in gpt.named_parameters():
         p.copy_(torch.randn_like(p) * 0.3 + float(p.dim() == 1 and name.endswith("weight")))
@@ -106,6 +106,25 @@ def test_native_in_any_company_and_with_every_cache(cache: str, model: str) -> N
     error = np.sqrt(np.mean((whole - expected) ** 2)) / expected.std()
     assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.06}[cache]
     assert engine._decoder.cache_bytes == engine._decoder.blocks_total * kv_block_bytes(gpt.config, cache)
+
+
+def test_rows_without_logits_stop_at_the_layers_without_keys() -> None:
+    """Native leaves them out there; steps of several chunks of 256 rows, some of them without logits."""
+    pytest.importorskip("nanoinfer._native")
+    layers = tuple(replace(kind, scaled=True) for kind in SHARED[:4])
+    gpt = make_gpt(replace(BASE, block_size=700, layers=layers, per_layer_dim=19))
+    ids = [(7 * i * i + i) % 61 for i in range(640)]
+    config = EngineConfig(max_num_seqs=3, threads=2)
+    engine: Any = registry.build(ENGINES["native"], weights_of(gpt), config, "cpu")
+    a, b, c, d = (engine.open() for _ in range(4))
+    whole = to_numpy(engine.extend(StepBatch([a], ids, [640], [640]))).copy()
+    expected = gpt(torch.tensor([ids]))[0].numpy()
+    np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-4)
+    assert engine.extend(StepBatch([b], ids[:270], [270], [0])).shape == (0, 61)
+    mixed = StepBatch([b, c, d], [*ids[270:600], *ids[:40], *ids[:300]], [330, 40, 300], [3, 40, 0])
+    assert np.array_equal(to_numpy(engine.extend(mixed)), [*whole[597:600], *whole[:40]])
+    after = StepBatch([d, b], [*ids[300:302], ids[600]], [2, 1], [1, 1])
+    assert np.array_equal(to_numpy(engine.extend(after)), [whole[301], whole[600]])
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -72,16 +72,19 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
-    select(rows.data() + row, std::min(kMaxRows, total - row));
+    const std::int64_t count = std::min(kMaxRows, total - row);
+    select(rows.data() + row, count);
     const bool last = row + kMaxRows >= total;
     phases_.clear();
     embed();
     if (model_.shape.per_layer_dim) make_layer_inputs();
+    const std::int64_t with_keys = layers_with_keys();
     for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) {
+      if (l == with_keys && keep_rows_with_logits(threads, rows.data() + row, count) == 0) break;
       layer(l);
       after_layer(l);
     }
-    finish();
+    if (num_rows_) finish();
     if (last && num_logits_ && logits != nullptr) {
       const Matrix& w = model_.lm_head;
       const float cap = model_.shape.logits_softcap;
@@ -90,7 +93,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
                &PartSeconds::head);
     }
     mark_ = Clock::now();
-    threads.run(phases_);
+    if (!phases_.empty()) threads.run(phases_);
   }
 }
 
@@ -123,6 +126,31 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
     runs_.push_back({cache_.blocks(rows[from].handle).data(), from, to - from});
     from = to;
   }
+}
+
+// The layers up to the last one with keys and values of its own: the others make nothing that later steps need.
+std::int64_t ForwardPass::layers_with_keys() const {
+  std::int64_t n = model_.shape.n_layer;
+  while (n > 0 && model_.shape.layers[n - 1].kv_layer >= 0) --n;
+  return n;
+}
+
+// Run the phases so far, and go on with the rows of which logits are wanted. Return their number.
+std::int64_t ForwardPass::keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count) {
+  if (std::all_of(rows, rows + count, [](const Row& r) { return r.logit >= 0; })) return count;
+  mark_ = Clock::now();
+  threads.run(phases_);
+  phases_.clear();
+  kept_.clear();
+  for (std::int64_t r = 0; r < count; ++r) {
+    if (rows[r].logit < 0) continue;
+    const std::int64_t to = static_cast<std::int64_t>(kept_.size());
+    kept_.push_back(rows[r]);
+    for (const auto& [values, stride] : {std::pair{x_, x_stride_}, {angles_, angle_stride_}, {inputs_, inputs_stride_}})
+      if (r != to) std::copy_n(values + r * stride, stride, values + to * stride);
+  }
+  select(kept_.data(), static_cast<std::int64_t>(kept_.size()));
+  return num_rows_;
 }
 
 void ForwardPass::embed() {

@@ -143,6 +143,8 @@ class ForwardPass {
     std::int64_t row, count;
   };
   void select(const Row* rows, std::int64_t count);
+  std::int64_t layers_with_keys() const;
+  std::int64_t keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
   void embed();
   void layer(std::int64_t index);
@@ -190,6 +192,7 @@ class ForwardPass {
   std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
+  std::vector<Row> kept_;                             // of `keep_rows_with_logits`
   std::vector<Run> runs_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
