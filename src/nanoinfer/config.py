@@ -1,19 +1,27 @@
-"""The configuration of models, engines, speculation and the scheduler, as frozen dataclasses.
+"""The configuration of models as a frozen dataclass. engine_config.py has those of engines, speculation and scheduler.
 
-The line under each field is its `--help` text. This module does not import PyTorch: the scheduler and the help use it.
+This module does not import PyTorch: the scheduler and the help use it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
+from nanoinfer.engine_config import DTYPES as DTYPES  # of this module to all others
+from nanoinfer.engine_config import GENERATION_CONFIGS as GENERATION_CONFIGS
+from nanoinfer.engine_config import PARTS as PARTS
+from nanoinfer.engine_config import SAMPLERS as SAMPLERS
+from nanoinfer.engine_config import EngineConfig as EngineConfig
+from nanoinfer.engine_config import EngineLimits as EngineLimits
+from nanoinfer.engine_config import LLMConfig as LLMConfig
+from nanoinfer.engine_config import SchedulerConfig as SchedulerConfig
+from nanoinfer.engine_config import SpeculationConfig as SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.layer_config import Experts as Experts  # of this module to all others
 from nanoinfer.layer_config import LayerKind as LayerKind
 from nanoinfer.layer_config import Rotary as Rotary
-from nanoinfer.pooling_params import PoolingConfig
-from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
+from nanoinfer.layer_config import check_kv_layers
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
 
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2", "clamped_silu")
 BIASES = ("norm", "qkv", "proj", "mlp")
@@ -26,11 +34,6 @@ CHOICES = {
     "qk_norm": ("none", "head", "whole"),
 }
 """Fields of ModelConfig that are one of several names."""
-DTYPES = ("float32", "bfloat16", "float16")
-CACHE_DTYPES = ("float32", "bfloat16", "int8")
-RULES = ("reproduce", "reject")
-SAMPLERS = ("auto", "reference", "flashinfer")
-GENERATION_CONFIGS = ("auto", "vllm")
 MAX_LAYERS = 10_000
 """Each layer of a config is described, before the weights are compared with their number."""
 
@@ -115,11 +118,14 @@ class ModelConfig:
     """Whether the inputs of a layer's matrices are rounded to 8 bits, with one scale for each token."""
     experts: Experts | None = None
     """The mixture of experts in the layers that have one."""
+    per_layer_dim: int = 0
+    """Width of the embedding that each token has for each layer; 0: there is none."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         require_int("n_layer", self.n_layer, 1, MAX_LAYERS)
+        require_int("per_layer_dim", self.per_layer_dim, 0, 2**31 - 1)
         if self.n_inner is not None:
             require_int("n_inner", self.n_inner, 1, 2**31 - 1)
         self._check_heads()
@@ -139,8 +145,8 @@ class ModelConfig:
             raise NanoinferError("head_bias=True needs tie_word_embeddings=False")
         if self.sub_norms and not (self.gated_mlp and self.norm == "rms" and self.experts is None):
             raise NanoinferError("sub_norms=True needs norm=rms, gated_mlp=True and no experts")
-        if self.rounded_inputs and self.experts is not None:
-            raise NanoinferError("rounded_inputs=True is not supported with experts")
+        if self.rounded_inputs and (self.experts is not None or self.per_layer_dim):
+            raise NanoinferError("rounded_inputs=True is not supported with experts or per-layer embeddings")
         if self.bos_token_id is not None:
             require_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         if not isinstance(self.eos_token_ids, tuple):
@@ -169,13 +175,9 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
             raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
-        for kind in set(self.layers):
-            if kind.window is not None:
-                require_int("window", kind.window, 1, 2**31 - 1)
-            if kind.rotary is not None and kind.rotary.dim > self.head_dim:
-                raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
-            if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
-                raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
+        for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
+            kind.check(self.at(i).head_dim)
+        check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
@@ -222,6 +224,27 @@ class ModelConfig:
         """Return the kind of a layer."""
         return self.layers[index] if self.layers else LayerKind()
 
+    def at(self, layer: int) -> ModelConfig:
+        """Return the config with the sizes of a layer, and without `layers`; itself if they are the model's."""
+        sizes = self.layer(layer).sizes
+        return replace(self, layers=(), **sizes) if sizes else self
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to, in most models its own."""
+        of = self.layer(layer).kv_layer
+        return layer if of is None else of
+
+    @property
+    def differing(self) -> str | None:
+        """What most models do not have, for messages: layers of several sizes or without keys, for example; or None."""
+        found = next(filter(None, (kind.differing for kind in self.layers)), None)
+        return "per-layer embeddings" if self.per_layer_dim else found
+
+    def qkv_widths(self, layer: int) -> tuple[int, ...]:
+        """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks."""
+        at = self.at(layer)
+        return (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
+
     @property
     def windows(self) -> set[int | None]:
         """The different windows of the layers."""
@@ -240,7 +263,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * self.n_layer * self.kv_dim * bytes_per_value
+        return 2 * bytes_per_value * sum(self.at(i).kv_dim for i in range(self.n_layer) if self.kv_layer(i) == i)
 
 
 _GPT2_FIELDS = (
@@ -260,144 +283,3 @@ _BLOCK_NORMS = {
     "both": ("ln_1", "post_1", "ln_2", "post_2"),
     "shared": ("ln_1",),
 }
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Options of the engine and the sampler. "auto" and None are resolved when the engine is built."""
-
-    engine: str = "auto"
-    """Engine that runs the model; auto is the fastest that supports it. `nanoinfer engines` lists them."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto: cuda if available, else cpu."""
-    dtype: str = "auto"
-    """Dtype of the weights: float32, bfloat16 or float16; auto: the checkpoint's, without float16 on CPUs."""
-    quantization: str | None = None
-    """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
-    max_model_len: int | None = None
-    """Context length in tokens, at most the model's (default: the model's)."""
-    max_num_seqs: int | None = None
-    """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
-    kv_cache_memory: int | None = None
-    """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
-    kv_cache_dtype: str = "auto"
-    """Dtype of keys and values on engine native: float32, bfloat16 or int8."""
-    threads: int | None = None
-    """CPU threads of engine native (default: the number of CPUs of this process)."""
-    graph_memory: int | None = None
-    """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
-    sampler: str = "auto"
-    """auto (fastest that matches the reference token for token), reference, or flashinfer (same distribution)."""
-
-    def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, ("auto", *DTYPES))
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
-        require_choice("sampler", self.sampler, SAMPLERS)
-        keep_int(self, "threads", 1, 1024, optional=True)
-        keep_int(self, "max_model_len", 1, optional=True)
-        keep_int(self, "max_num_seqs", 1, 65536, optional=True)
-        keep_int(self, "kv_cache_memory", 1, optional=True)
-        keep_int(self, "graph_memory", 0, optional=True)
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Capacity of an engine."""
-
-    max_num_seqs: int
-    """Maximum number of running sequences."""
-    block_size: int
-    """Maximum number of tokens in one sequence."""
-    max_num_cached_tokens: int
-    """Maximum number of tokens in all open sequences together; of a pool, the places in all blocks."""
-    max_kept_seqs: int = 0
-    """Maximum number of sequences that are kept open beside the running ones; 0 where each reserves memory."""
-
-
-@dataclass(frozen=True)
-class SpeculationConfig:
-    """Options of speculative decoding."""
-
-    draft: str | None = None
-    """Draft source: prompt-lookup, a model, a draft head, self:int8, self:int4, self:LAYERS or auto (default: none)."""
-    speculate_k: str | int = "auto"
-    """Tokens proposed per step: 1 to 64, or auto (adapts to the acceptance rate; may be 0)."""
-    speculate_rule: str = "reproduce"
-    """reproduce: exactly the tokens of plain decoding; reject: the same distribution, higher acceptance."""
-
-    def __post_init__(self) -> None:
-        if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
-            raise NanoinferError(f"draft={show(self.draft)} is neither a name nor None")
-        k: Any = self.speculate_k
-        if isinstance(k, str) and k.isdecimal() and len(k) <= 100:  # Python refuses to parse more than 4,300 digits
-            object.__setattr__(self, "speculate_k", k := int(k))
-        if not isinstance(k, str):
-            keep_int(self, "speculate_k", 1, 64)
-        elif k != "auto":
-            raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
-        require_choice("speculate_rule", self.speculate_rule, RULES)
-
-    @property
-    def fixed_k(self) -> int | None:
-        """Tokens proposed in each step; None for auto."""
-        return self.speculate_k if isinstance(self.speculate_k, int) else None
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Options of the scheduler."""
-
-    max_num_batched_tokens: int = 2048
-    """Maximum number of tokens in one step; longer prompts are split into chunks."""
-    max_num_queued: int | None = None
-    """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
-    enable_prefix_caching: bool = True
-    """Whether requests that begin with the same tokens share their keys and values."""
-    target_step_ms: int | None = 80
-    """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
-
-    def __post_init__(self) -> None:
-        keep_int(self, "max_num_batched_tokens", 1)
-        keep_int(self, "max_num_queued", 1, optional=True)
-        keep_int(self, "target_step_ms", 0, 1_000_000, optional=True)
-        require_bool("enable_prefix_caching", self.enable_prefix_caching)
-
-
-PARTS = (EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig)  # in the order of LLMConfig's fields
-
-
-@dataclass(frozen=True)
-class LLMConfig:
-    """The complete configuration of an LLM: the model, and how to run it."""
-
-    model: str
-    """Model name or path, as `models.checkpoints.load.load_model` accepts it."""
-    tokenizer: str | None = None
-    """Path of the tokenizer; None: the model's own."""
-    seed: int = 0
-    """Seed of random weights."""
-    generation_config: str = "auto"
-    """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
-    engine: EngineConfig = EngineConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    pooling: PoolingConfig = field(default_factory=PoolingConfig)
-
-    def __post_init__(self) -> None:
-        require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
-
-    @classmethod
-    def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from generation_config and the fields of PARTS.
-
-        Raises TypeError if none of them has a field of that name.
-        """
-        options = dict(options)
-        defaults = options.pop("generation_config", "auto")
-        owner = {f.name: kind for kind in PARTS for f in fields(kind)}
-        given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
-        for name, value in options.items():
-            if name not in owner:
-                raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
-            given[owner[name]][name] = value
-        return cls(model, tokenizer, seed, defaults, *(kind(**given[kind]) for kind in given))

@@ -1,13 +1,15 @@
-"""What may differ from layer to layer of a model: windows, rotary embeddings, experts. A part of config.py."""
+"""What may differ from layer to layer of a model: windows, rotary embeddings, experts, sizes. A part of config.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
-SCALINGS = ("none", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "proportional")
 MAX_EXPERTS = 4096
 """Each expert of a config is described, before the weights are compared with their number."""
 
@@ -26,8 +28,8 @@ class Rotary:
     base: float = 10000.0
     """Pair i turns by base**(-2 i / dim) radians at each position."""
     scaling: str = "none"
-    """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), or longrope
-    (each by its own factor)."""
+    """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), longrope
+    (each by its own factor), or proportional (all, and those of the last pairs are 0)."""
     factor: float = 1.0
     """Scaled frequencies are divided by it."""
     low_freq_factor: float = 1.0
@@ -45,6 +47,8 @@ class Rotary:
     """longrope: divisor of each frequency if the context length is more than the original one."""
     attention_factor: float = 1.0
     """Factor of the rotated dimensions."""
+    num_turning: int = 0
+    """proportional: number of pairs that turn, the first ones."""
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_context))."""
 
@@ -63,6 +67,7 @@ class Rotary:
             )
         require_int("original_max_position_embeddings", self.original_context, 1, 2**24)
         require_bool("truncate", self.truncate)
+        require_int("num_turning", self.num_turning, 0, self.dim // 2 if self.scaling == "proportional" else 0)
         require_float("attention_factor", self.attention_factor, 1e-3, 1e3)
         require_float("llama_4_scaling_beta", self.query_growth, 0.0, 1e3)
         for name in ("short_factors", "long_factors"):
@@ -121,3 +126,73 @@ class LayerKind:
     """Rotation of queries and keys; None: this layer has none."""
     experts: bool = False
     """Whether the MLP is a mixture of experts (`ModelConfig.experts`)."""
+    n_head: int | None = None
+    """Number of attention heads; None: the model's, as for the next three."""
+    num_kv_heads: int | None = None
+    """Number of heads of keys and values."""
+    head_size: int | None = None
+    """Width of one head."""
+    n_inner: int | None = None
+    """Width of the MLP's hidden layer."""
+    kv_layer: int | None = None
+    """Earlier layer whose keys and values this one attends to; None: it has its own."""
+    keys_as_values: bool = False
+    """Whether values are the keys as they are before their norm and rotation."""
+    value_norm: bool = False
+    """Whether each head of values has a norm, without weight and bias."""
+    scaled: bool = False
+    """Whether the block's output is multiplied by a number, which is a parameter."""
+
+    @property
+    def num_projections(self) -> int:
+        """How many of queries, keys and values, in this order, a layer projects to."""
+        return 1 if self.kv_layer is not None else 2 if self.keys_as_values else 3
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that are not the model's, by the names of ModelConfig's fields."""
+        given = {name: getattr(self, name) for name in ("n_head", "num_kv_heads", "head_size", "n_inner")}
+        return {name: size for name, size in given.items() if size is not None}
+
+    @property
+    def differing(self) -> str | None:
+        """What most models' layers do not have, for messages, or None."""
+        if self.sizes:
+            return "layers of different sizes"
+        if self.kv_layer is not None:
+            return "layers that attend to the keys and values of others"
+        found = {name for name in ("keys_as_values", "value_norm", "scaled") if getattr(self, name)}
+        return f"layers with {', '.join(sorted(found))}" if found else None
+
+    def check(self, head_dim: int) -> None:
+        """Raise NanoinferError if a field is out of range for heads of this width."""
+        if self.window is not None:
+            require_int("window", self.window, 1, 2**31 - 1)
+        for name, size in self.sizes.items():
+            require_int(name, size, 1, 2**31 - 1)
+        for name in ("keys_as_values", "value_norm", "scaled"):
+            require_bool(name, getattr(self, name))
+        if self.rotary is not None and self.rotary.dim > head_dim:
+            raise NanoinferError(f"rotary dim={self.rotary.dim} is more than head_dim={head_dim}")
+        if self.rotary is not None and self.rotary.query_growth and self.rotary.dim < head_dim:
+            raise NanoinferError(f"query_growth needs rotary dim={head_dim}, the whole head")
+        if self.rotary is not None and self.rotary.query_growth and (self.sizes or self.kv_layer is not None):
+            raise NanoinferError("query_growth needs the same heads of queries and keys in all layers")
+        if self.kv_layer is not None and (self.keys_as_values or self.value_norm):
+            raise NanoinferError(f"kv_layer={self.kv_layer}: a layer without keys has neither values nor their norm")
+
+
+def check_kv_layers(layers: tuple[LayerKind, ...], heads: Callable[[int], tuple[int, int]]) -> None:
+    """Raise NanoinferError if a layer attends to keys that are not there, or in other heads than its own.
+
+    Args:
+        layers: of a model.
+        heads: returns the number of heads of keys of a layer, and their width.
+    """
+    for i, kind in enumerate(layers):
+        if (of := kind.kv_layer) is None:
+            continue
+        if not 0 <= require_int("kv_layer", of, 0) < i or layers[of].kv_layer is not None:
+            raise NanoinferError(f"kv_layer={of} of layer {i} is not an earlier layer that has its own keys and values")
+        if heads(i) != heads(of):
+            raise NanoinferError(f"kv_layer={of} of layer {i}: it has (heads, width) {heads(of)}, not {heads(i)}")

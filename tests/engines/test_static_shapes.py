@@ -257,7 +257,7 @@ def test_a_sequence_does_not_read_what_a_closed_one_left(
     engine = make(gpt, make_limits())
     failed, other = engine.open(), engine.open()
     engine.extend(StepBatch([failed, other], [*prompt(9), 3], [9, 1], [0, 0]))
-    for cache in (engine._cache.k, engine._cache.v):
+    for cache in (*engine._cache.k.whole, *engine._cache.v.whole):
         cache[:, engine._cache.slot(failed), :, :9] = float("nan")
     engine.close(failed)
     ids = {other: [3, 4]} if moves else {other: [3, 4], engine.open(): [4]}

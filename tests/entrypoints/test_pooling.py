@@ -50,7 +50,7 @@ def __causal(gpt: Any) -> Any:
 
     from nanoinfer.models.attention import causal_attention
 
-    return partial(causal_attention, gpt.config)
+    return partial(causal_attention, gpt.config, gpt.sinks)
 
 
 def values(llm: LLM, prompts: Any, params: PoolingParams | None = None) -> list[list[float]]:

@@ -80,7 +80,7 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
     return [*found, engine.hidden().cpu().clone()]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("bitnet", "gpt_oss"))])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("bitnet", "gemma4", "gpt_oss"))])
 @pytest.mark.slow_if(lambda case: case not in FAST)
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)

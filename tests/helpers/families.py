@@ -35,6 +35,10 @@ YARN = {
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0],
 }  # fmt: skip
+GEMMA4 = {
+    "head_dim": 6, "global_head_dim": 10, "sliding_window": 6, "hidden_size_per_layer_input": 19,
+    "vocab_size_per_layer_input": 61,
+}  # fmt: skip
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 OPT = {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 40}
 # Name -> (config class of transformers, fields beside SMALL's; None removes one)
@@ -65,6 +69,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"] * 2,
             "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
         },
+    ),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-shared": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+        | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4-keys-as-values": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True},
     ),
     "olmo2": ("Olmo2Config", {}),
     "olmo2-one-head": ("Olmo2Config", {"num_key_value_heads": 1}),
@@ -233,7 +250,11 @@ def make_folder(case: str, folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
-            one = p.dim() == 1 and name.endswith("weight") and "Gemma" not in type(config).__name__  # theirs is added
+            added = type(config).__name__ in ("GemmaConfig", "Gemma2Config", "Gemma3TextConfig")  # to 1
+            one = p.dim() == 1 and name.endswith("weight") and not added
             p.copy_(torch.randn_like(p) * 0.3 + float(one))
+        for name, p in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                p.uniform_(0.6, 1.2)
     model.save_pretrained(folder)
     return model

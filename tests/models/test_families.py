@@ -9,9 +9,10 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from helpers.errors import refuses  # noqa: E402
-from helpers.families import CASES, EXPERTS, SMALL, make_folder  # noqa: E402
+from helpers.families import CASES, EXPERTS, GEMMA4, SMALL, make_folder  # noqa: E402
 from helpers.models import edit_config  # noqa: E402
 from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.checkpoints.stored import read_safetensors  # noqa: E402
@@ -94,6 +95,15 @@ def make_folder_with_images(kind: str, folder: Path) -> Any:
         vision = transformers.SiglipVisionConfig(**small, image_size=8, patch_size=4)
         config = transformers.Gemma3Config(text_config=text | {"sliding_window": 6}, vision_config=vision)
         config.mm_tokens_per_image = 1
+    elif kind == "gemma4":
+        vision = transformers.Gemma4VisionConfig(
+            **small, num_key_value_heads=2, head_dim=12, patch_size=4, position_embedding_size=16
+        )
+        sounds = transformers.Gemma4AudioConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16
+        )
+        text |= GEMMA4 | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=sounds)
     else:
         vision = transformers.PixtralVisionConfig(**small, image_size=8, patch_size=4)
         text["model_type"] = kind.partition("-")[2]
@@ -109,7 +119,7 @@ def make_folder_with_images(kind: str, folder: Path) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3-mistral", "mistral3-ministral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3-mistral", "mistral3-ministral3"])
 def test_the_text_model_of_a_model_of_texts_and_images(kind: str, tmp_path: Path) -> None:
     model = make_folder_with_images(kind, tmp_path / "model")
     weights = open_folder(tmp_path / "model")
@@ -117,6 +127,18 @@ def test_the_text_model_of_a_model_of_texts_and_images(kind: str, tmp_path: Path
     torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
     save(weights, tmp_path / "saved")
     assert open_folder(tmp_path / "saved").config == weights.config
+
+
+@torch.inference_mode()
+def test_keys_that_no_layer_reads_may_be_in_the_file(tmp_path: Path) -> None:
+    """Files of Gemma 4 may have keys and values for layers that attend to those of others, as in transformers."""
+    model, idx = make_folder("gemma4-shared", tmp_path / "model"), torch.arange(40)[None]
+    tensors = safetensors.load_file(tmp_path / "model" / "model.safetensors")
+    of, to = "model.layers.2.self_attn.", "model.layers.4.self_attn."
+    unread = {name.replace(of, to): t * 2 for name, t in tensors.items() if name.startswith(of)}
+    safetensors.save_file(unread | tensors, tmp_path / "model" / "model.safetensors")
+    assert len(unread | tensors) == len(tensors) + 3
+    torch.testing.assert_close(load_gpt(open_folder(tmp_path / "model"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

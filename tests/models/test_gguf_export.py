@@ -80,6 +80,9 @@ REFUSED = {
     "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",
     "olmoe-normalized": "experts=Experts(count=4",
     "gpt_oss-plain": "layers=",
+    "gemma4": "family gemma4_text",
+    "gemma4-shared": "family gemma4_text",
+    "gemma4-keys-as-values": "family gemma4_text",
 }
 KEPT = [case for case in CASES if case not in REFUSED]
 

@@ -147,6 +147,9 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "DecoderOptions": lambda: [
         setattr(o := options(), name, getattr(o, name)) for name in public(_native.DecoderOptions)
     ],
+    "LayerShape": lambda: [
+        setattr(s := _native.LayerShape(), name, getattr(s, name)) for name in public(_native.LayerShape)
+    ],
     "ReadBuffer": lambda: _native.ReadBuffer(num_bytes=1 << 16, threads=POOL),
     "SampleOptions": lambda: _native.SampleOptions(uniform=0.5, prompt_ids=[1, 2]),
     "attention": lambda: _native.attention(q=ONES, k=ONES, v=ONES, start=0, cache="float32"),
@@ -191,7 +194,7 @@ def bindings() -> set[str]:
     """Return the functions, classes and methods of the extension. The attributes of options are in one case."""
     found = {name for name in dir(_native) if not name.startswith("_")}
     classes = {name: kind for name in found if inspect.isclass(kind := getattr(_native, name))}
-    del classes["DecoderOptions"]
+    del classes["DecoderOptions"], classes["LayerShape"]
     return found | {f"{name}.{method}" for name, kind in classes.items() for method in public(kind)}
 
 

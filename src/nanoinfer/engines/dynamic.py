@@ -25,32 +25,36 @@ class DynamicEngine(TorchEngine):
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         self._kv: dict[Handle, list[LayerKV]] = {}
+        layers = [self.config.at(i) for i in range(self.config.n_layer)]
+        shapes = [(layer.n_kv_head, 0, layer.head_dim) for layer in layers]
+        self._empty = [(torch.empty(s, device=self.device, dtype=self.dtype),) * 2 for s in shapes]
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
         counts = list(zip(starts, batch.num_new, strict=True))
         maskings = {w: [masking(n, s + n, w, self.device) for s, n in counts] for w in self.config.windows}
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             # Each sequence's part of the flat tokens, as (heads, n, D).
-            parts = [torch.split(x.transpose(0, 1), batch.num_new, dim=1) for x in (q, k, v)]
-            out, sinks = [], self.model.sinks(layer)
-            for handle, start, masked, q_i, k_i, v_i in zip(
-                batch.handles, starts, maskings[self.config.layer(layer).window], *parts, strict=True
+            queries, *new = [torch.split(x.transpose(0, 1), batch.num_new, dim=1) for x in (q, k, v) if x is not None]
+            out, source, sinks = [], self.config.kv_layer(layer), self.model.sinks(layer)
+            for i, (handle, start, masked) in enumerate(
+                zip(batch.handles, starts, maskings[self.config.layer(layer).window], strict=True)
             ):
                 kv = self._kv[handle]
-                past_k, past_v = kv[layer]
-                keys = torch.cat([past_k[:, :start], k_i], dim=1)  # an interrupted step leaves more
-                values = torch.cat([past_v[:, :start], v_i], dim=1)
-                kv[layer] = keys, values
-                y = scaled_attention(self.config, q_i[None], keys[None], values[None], masked, sinks)
+                if new:
+                    past_k, past_v = kv[layer]
+                    keys = torch.cat([past_k[:, :start], new[0][i]], dim=1)  # an interrupted step leaves more
+                    values = torch.cat([past_v[:, :start], new[1][i]], dim=1)
+                    kv[layer] = keys, values
+                keys, values = kv[source]
+                y = scaled_attention(self.config, queries[i][None], keys[None], values[None], masked, sinks)
                 out.append(y[0].transpose(0, 1))  # (n, H, D)
             return torch.cat(out)
 
         return attend
 
     def _open(self, handle: Handle) -> None:
-        empty = torch.empty(self.config.n_kv_head, 0, self.config.head_dim, device=self.device, dtype=self.dtype)
-        self._kv[handle] = [(empty, empty)] * self.config.n_layer
+        self._kv[handle] = self._empty.copy()
 
     def _truncate(self, handle: Handle, length: int) -> None:
         self._kv[handle] = [(k[:, :length], v[:, :length]) for k, v in self._kv[handle]]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
@@ -35,7 +35,7 @@ log = logging.getLogger("nanoinfer")
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
     "tie_word_embeddings", "norm", "norm_weight", "norm_placement", "norm_epsilon", "qk_norm", "embedding_norm",
-    "learned_positions", "parallel_residual", "gated_mlp", "sinks", "sub_norms", "rounded_inputs",
+    "learned_positions", "parallel_residual", "gated_mlp", "per_layer_dim", "sinks", "sub_norms", "rounded_inputs",
 )  # fmt: skip
 """Attributes of ModelConfig that the decoder takes as they are."""
 
@@ -208,6 +208,8 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         options.normalize_experts, options.expert_scale = experts.normalize, experts.scale
         options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
         options.sparse = [int(kind.experts) for kind in kinds]
+    if model.differing is not None:
+        options.layers = [_layer_shape(model, i) for i in range(model.n_layer)]
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):
@@ -222,3 +224,15 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
+
+
+def _layer_shape(model: ModelConfig, layer: int) -> Any:
+    """Return the sizes of a layer for the C++ decoder."""
+    from nanoinfer._native import LayerShape
+
+    shape, kind = LayerShape(), model.layer(layer)
+    for name in ("n_head", "n_kv_head", "head_dim", "mlp_dim"):
+        setattr(shape, name, getattr(model.at(layer), name))
+    shape.kv_layer = -1 if kind.kv_layer is None else kind.kv_layer
+    shape.num_projections, shape.value_norm, shape.scaled = kind.num_projections, kind.value_norm, kind.scaled
+    return shape

@@ -24,20 +24,22 @@ from nanoinfer.models.gpt import GPT, Attend
 
 
 class PagedEngine(TorchEngine):
-    """Stores keys and values in two tensors, (L, blocks, KV_BLOCK, K, D); `BlockPool` has the tables."""
+    """Stores keys and values of each layer in two tensors, (blocks, KV_BLOCK, K, D); `BlockPool` has the tables."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
-        c, num_blocks = self.config, -(-limits.max_num_cached_tokens // KV_BLOCK)
+        num_blocks = -(-limits.max_num_cached_tokens // KV_BLOCK)
         self._pool = BlockPool(num_blocks)
-        shape = (c.n_layer, num_blocks, KV_BLOCK, c.n_kv_head, c.head_dim)
-        self._k, self._v = allocate(shape, self.dtype, self.device, f"{num_blocks} blocks of {KV_BLOCK} tokens")
+        self._k, self._v = allocate(
+            self.config, lambda heads, width: (num_blocks, KV_BLOCK, heads, width), self.dtype, self.device,
+            f"{num_blocks} blocks of {KV_BLOCK} tokens",
+        )  # fmt: skip
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
             if (copy := self._pool.append(handle, num_new)) is not None:
                 shared, own = copy
-                for cache in (self._k, self._v):
+                for cache in (*self._k.whole, *self._v.whole):
                     cache[:, own] = cache[:, shared]
         counts = list(zip(starts, batch.num_new, strict=True))
         tables = [torch.tensor(self._pool.table(h), device=self.device) for h in batch.handles]
@@ -46,10 +48,11 @@ class PagedEngine(TorchEngine):
         places = torch.cat(positions) % KV_BLOCK  # (N,), of the new tokens in their blocks
         maskings = {w: [masking(n, s + n, w, self.device) for s, n in counts] for w in self.config.windows}
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             cached_k, cached_v = self._k[layer], self._v[layer]  # (blocks, KV_BLOCK, K, D)
-            cached_k[blocks, places] = k
-            cached_v[blocks, places] = v
+            if k is not None and v is not None:
+                cached_k[blocks, places] = k
+                cached_v[blocks, places] = v
             out, sinks = [], self.model.sinks(layer)
             for q_i, table, (start, n), masked in zip(
                 torch.split(q, batch.num_new), tables, counts, maskings[self.config.layer(layer).window], strict=True

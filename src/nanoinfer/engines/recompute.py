@@ -36,7 +36,7 @@ class RecomputeEngine(TorchEngine):
         ]
         T = max(map(len, rows))
         idx = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
-        attend = partial(causal_attention, self.config, self.model.sinks)
+        attend = partial(causal_attention, self.config, self.model.sinks, kept={})
         x = self.model.hidden(idx, torch.arange(T, device=self.device), attend)  # (B, T, C)
         wanted = [
             i * T + t

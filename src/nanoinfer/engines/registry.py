@@ -189,7 +189,7 @@ def build(
         limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:
-        NanoinferError: the engine does not run the model, or the KV cache does not fit in memory.
+        NanoinferError: the engine does not support the model, or the KV cache does not fit in memory.
     """
     if processes.generation() and not spec.native and device == "cpu":
         log.warning(

@@ -22,7 +22,7 @@ from nanoinfer.models.gpt import GPT, Attend
 
 
 class StaticEngine(TorchEngine):
-    """Stores keys and values in two tensors, (L, slots, K, block_size, D)."""
+    """Stores keys and values of each layer in two tensors, (slots, K, block_size, D)."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
@@ -45,11 +45,12 @@ class StaticEngine(TorchEngine):
         }
         in_order = single_rows == list(range(len(batch.token_ids)))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
             keys, values, window = self._cache.k[layer], self._cache.v[layer], self.config.layer(layer).window
             decode, sinks = decoders[window], self.model.sinks(layer)
-            keys[slot_of, :, pos_of] = k
-            values[slot_of, :, pos_of] = v
+            if k is not None and v is not None:
+                keys[slot_of, :, pos_of] = k
+                values[slot_of, :, pos_of] = v
             if in_order:
                 return decode(q, keys, values, sinks)
             y = torch.empty_like(q)

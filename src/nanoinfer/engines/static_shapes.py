@@ -377,9 +377,10 @@ def run_block(
 ) -> Tensor:
     """Store a block's new keys and values in k and v, (slots, K, T, D), and return its output for x, (R, n, C)."""
 
-    def attend(q: Tensor, new_k: Tensor, new_v: Tensor) -> Tensor:  # (R, n, H, D)
-        k[slots[:, None], :, pos] = new_k
-        v[slots[:, None], :, pos] = new_v
+    def attend(q: Tensor, new_k: Tensor | None, new_v: Tensor | None) -> Tensor:  # (R, n, H, D)
+        if new_k is not None and new_v is not None:
+            k[slots[:, None], :, pos] = new_k
+            v[slots[:, None], :, pos] = new_v
         context = mask.shape[-1]
         keys, values = (c[: len(slots), :, :context] if dense else c[:, :, :context][slots] for c in (k, v))
         y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask), block.attn.sinks)

@@ -109,6 +109,8 @@ class TritonEngine(CudaGraphEngine):
         missing = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(config, name)]
         if config.activation not in ACTIVATIONS:
             missing.append(f"activation={config.activation}")
+        if config.differing is not None:
+            missing.append(config.differing)
         if missing:
             raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
 

@@ -88,9 +88,14 @@ def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
     """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
     size = 1 if cache_dtype == "int8" else BYTES[cache_dtype]
     unit = 4 // size  # keys are padded to units of 4 bytes, values to a vector
-    numbers = -(-model.head_dim // unit) * unit + -(-model.head_dim // 16) * 16
-    part = (numbers * size + (8 if cache_dtype == "int8" else 0)) * KV_BLOCK  # int8: two float32 scales a position
-    return model.n_layer * model.n_kv_head * (-(-part // 64) * 64)
+
+    def of_head(width: int) -> int:
+        numbers = -(-width // unit) * unit + -(-width // 16) * 16
+        part = (numbers * size + (8 if cache_dtype == "int8" else 0)) * KV_BLOCK  # int8: two float32 scales a position
+        return -(-part // 64) * 64
+
+    layers = (model.at(i) for i in range(model.n_layer) if model.kv_layer(i) == i)
+    return sum(layer.n_kv_head * of_head(layer.head_dim) for layer in layers)
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:

@@ -22,7 +22,7 @@ from nanoinfer.kv.tensors import allocate
 
 
 class SlotCache:
-    """The keys and values of all layers, `k` and `v`, each (L, slots, K, columns, D) with K = n_kv_head.
+    """The keys and values of all layers, `k` and `v`, each (slots, K, columns, D) with K = n_kv_head.
 
     Args:
         config: shape of the model.
@@ -38,8 +38,10 @@ class SlotCache:
     def __init__(
         self, config: ModelConfig, num_slots: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.n_layer, num_slots, config.n_kv_head, columns, config.head_dim)
-        self.k, self.v = allocate(shape, dtype, device, f"{num_slots} sequences")
+        self.k, self.v = allocate(
+            config, lambda heads, width: (num_slots, heads, columns, width), dtype, device, f"{num_slots} sequences"
+        )
+        self._tensors = (*self.k.whole, *self.v.whole)
         self._slots: dict[int, int] = {}
         self._holes: list[int] = []
         """A heap of the free slots below the highest slot in use so far."""
@@ -90,13 +92,13 @@ class SlotCache:
         """Free all slots."""
         for state in (self._slots, self._holes, self._used):
             state.clear()
-        self.k.zero_()
-        self.v.zero_()
+        for tensor in self._tensors:
+            tensor.zero_()
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot to another slot."""
-        for cache in (self.k, self.v):
+        for cache in self._tensors:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     @torch.inference_mode()
@@ -104,5 +106,5 @@ class SlotCache:
         """Zero the positions [start, stop) of a slot, so that its next sequence does not read a masked NaN."""
         if start >= stop:
             return
-        for cache in (self.k, self.v):
+        for cache in self._tensors:
             cache[:, slot, :, start:stop] = 0

@@ -71,7 +71,7 @@ def scaled_attention(
     """
     scale = config.attention_scale  # None: 1 / sqrt(D), as in PyTorch
     mask, is_causal = masking
-    shared = config.n_head // config.n_kv_head
+    shared = q.shape[-3] // k.shape[-3]
     if config.attention_softcap is None and sinks is None:
         shape = q.shape
         if shared > 1 and not is_causal:
@@ -83,7 +83,7 @@ def scaled_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shared > 1
         ).reshape(shape)
     k, v = (x.repeat_interleave(shared, dim=-3) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (config.head_dim**-0.5 if scale is None else scale)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if config.attention_softcap is not None:
         scores = soft_cap(scores, config.attention_softcap)
     if is_causal:
@@ -101,9 +101,19 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def causal_attention(
-    config: ModelConfig, sinks: Callable[[int], Tensor | None], layer: int, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence."""
+    config: ModelConfig, sinks: Callable[[int], Tensor | None], layer: int,
+    q: Tensor, k: Tensor | None, v: Tensor | None, kept: dict[int, tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence.
+
+    `sinks` returns those of a layer. Models whose layers share keys and values need `kept`, a dict for those of the
+    layers so far.
+    """
+    if k is None or v is None:
+        assert kept is not None
+        k, v = kept[config.kv_layer(layer)]
+    elif kept is not None and any(kind.kv_layer == layer for kind in config.layers):
+        kept[layer] = k, v
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
     T = q.shape[2]
     y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device), sinks(layer))

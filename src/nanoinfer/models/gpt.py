@@ -34,11 +34,14 @@ from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
+from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.rounded_inputs import round_inputs
+from nanoinfer.models.shared_attention import SharedAttention
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
+"""Without keys and values (shared_attention.py), it attends to those of another layer (`ModelConfig.kv_layer`)."""
+LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """`Attend` for one layer. Blocks do not receive their layer index, so one compiled block serves all layers."""
 
 
@@ -125,11 +128,15 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn = Attention(config)
+        shared = kind.num_projections < 3 or kind.value_norm
+        self.attn: Attention | SharedAttention = (
+            SharedAttention(config, kind, make_norm) if shared else Attention(config)
+        )
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)
         self.post_2 = norm("post_2")
+        self.after = AfterBlock(config, kind, make_norm) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
         self.scale = config.residual_scale
         self.dropout = dropout
@@ -182,7 +189,8 @@ class GPT(nn.Module):
             "wte": _embedding(config.vocab_size, config.n_embd),
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
-            "h": nn.ModuleList(Block(config, dropout, kind) for kind in self._kinds),
+            "per_layer": PerLayerEmbedding(config, make_norm) if config.per_layer_dim else None,
+            "h": nn.ModuleList(Block(config.at(i), dropout, kind) for i, kind in enumerate(self._kinds)),
             "ln_f": make_norm(config),
         }
         self.transformer = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
@@ -217,12 +225,15 @@ class GPT(nn.Module):
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
         rotations = self.rotations(pos, x.dtype)
+        inputs = parts["per_layer"](idx, x) if self.config.per_layer_dim else None  # of the layers, (..., L, P)
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
                 x = block(x, partial(cast(Attend, attend), layer), by)
+            if block.after is not None:
+                x = block.after(x, None if inputs is None else inputs[..., layer, :])
         x = parts["ln_f"](x)
         return x if self.config.final_scale is None else x * self.config.final_scale  # type: ignore[no-any-return]
 
@@ -265,7 +276,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, self.sinks)))
+        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, self.sinks, kept={})))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

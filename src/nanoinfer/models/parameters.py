@@ -13,65 +13,76 @@ from nanoinfer.utils.arrays import HostTensor
 
 LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 """Beginning of the name of a layer's parameter; the group is the layer's index."""
+Shapes = dict[str, tuple[int, ...]]
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: ModelConfig) -> Shapes:
     """Return the shape of each parameter by its name, in the order of `GPT.named_parameters`. A tied head has no entry.
 
-    A matrix is (out, in), an embedding (rows, n_embd).
+    A matrix is (out, in), an embedding (rows, n_embd). The table of per-layer embeddings has a row for each token and
+    layer, those of a token one after the other.
     """
-    C, F, D = config.n_embd, config.mlp_dim, config.head_dim
-    found: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (config.vocab_size, C)}
-
-    def linear(name: str, out: int, inputs: int, part: str) -> None:
-        found[f"{name}.weight"] = (out, inputs)
-        if part in config.biases:
-            found[f"{name}.bias"] = (out,)
-
-    def norm(name: str, width: int = C) -> None:
-        if config.norm_weight != "none":
-            found[f"{name}.weight"] = (width,)
-        if "norm" in config.biases:
-            found[f"{name}.bias"] = (width,)
-
+    C, P = config.n_embd, config.per_layer_dim
+    found: Shapes = {"transformer.wte.weight": (config.vocab_size, C)}
     if config.learned_positions:
         found["transformer.wpe.weight"] = (config.block_size, C)
     if config.embedding_norm:
-        norm("transformer.ln_e")
+        found |= _norm(config, "transformer.ln_e", C)
+    if P:
+        found["transformer.per_layer.wte.weight"] = (config.vocab_size * config.n_layer, P)
+        found["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
+        found |= _norm(config, "transformer.per_layer.norm", P)
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
-        if "ln_1" in config.block_norms:
-            norm(f"{h}.ln_1")
-        if config.sinks:
-            found[f"{h}.attn.sinks"] = (config.n_head,)
-        linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
-        linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
-        if config.qk_norm != "none":
-            norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
-            norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
-        if config.sub_norms:
-            norm(f"{h}.attn.sub_norm", config.attn_dim)
-        if "post_1" in config.block_norms:
-            norm(f"{h}.post_1")
-        if "ln_2" in config.block_norms:
-            norm(f"{h}.ln_2")
-        if config.layer(layer).experts:
-            found.update((f"{h}.mlp.{part}", shape) for part, shape in _expert_shapes(config))
-        else:
-            if config.gated_mlp:
-                linear(f"{h}.mlp.c_gate", F, C, "mlp")
-            linear(f"{h}.mlp.c_fc", F, C, "mlp")
-            linear(f"{h}.mlp.c_proj", C, F, "mlp")
-            if config.sub_norms:
-                norm(f"{h}.mlp.sub_norm", F)
-        if "post_2" in config.block_norms:
-            norm(f"{h}.post_2")
-    norm("transformer.ln_f")
+        norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms}
+        found |= norms.get("ln_1", {}) | _attention_shapes(config, layer, f"{h}.attn") | norms.get("post_1", {})
+        found |= norms.get("ln_2", {}) | _mlp_shapes(config, layer, f"{h}.mlp") | norms.get("post_2", {})
+        if config.layer(layer).scaled:
+            found[f"{h}.after.scale"] = (1,)
+        if P:
+            found |= {f"{h}.after.c_gate.weight": (P, C), f"{h}.after.c_proj.weight": (C, P)}
+            found |= _norm(config, f"{h}.after.post", C)
+    found |= _norm(config, "transformer.ln_f", C)
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = (config.vocab_size, C)
         if config.head_bias:
             found["lm_head.bias"] = (config.vocab_size,)
     return found
+
+
+def _linear(config: ModelConfig, name: str, out: int, inputs: int, part: str) -> Shapes:
+    """Return the parameters of a linear layer in one of the places of BIASES."""
+    bias: Shapes = {f"{name}.bias": (out,)} if part in config.biases else {}
+    return {f"{name}.weight": (out, inputs), **bias}
+
+
+def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
+    """Return the parameters of a norm: none, one or two."""
+    has = {"weight": config.norm_weight != "none", "bias": "norm" in config.biases}
+    return {f"{name}.{part}": (width,) for part, there in has.items() if there}
+
+
+def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
+    """Return the parameters of a layer's attention, whose names begin with `name`."""
+    at, widths = config.at(layer), config.qkv_widths(layer)
+    found: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
+    found |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
+    found |= _linear(config, f"{name}.c_proj", config.n_embd, at.attn_dim, "proj")
+    if config.qk_norm != "none":
+        for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
+            found |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
+    return found | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
+
+
+def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
+    """Return the parameters of a layer's MLP or mixture of experts, whose names begin with `name`."""
+    if config.layer(layer).experts:
+        return {f"{name}.{part}": shape for part, shape in _expert_shapes(config)}
+    C, width, found = config.n_embd, config.at(layer).mlp_dim, Shapes()
+    for part in ("c_gate", "c_fc") if config.gated_mlp else ("c_fc",):
+        found |= _linear(config, f"{name}.{part}", width, C, "mlp")
+    found |= _linear(config, f"{name}.c_proj", C, width, "mlp")
+    return found | (_norm(config, f"{name}.sub_norm", width) if config.sub_norms else {})
 
 
 def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
@@ -113,7 +124,7 @@ def initial(name: str, shape: tuple[int, ...], n_layer: int, seed: int) -> NDArr
     (2 * n_layer)**-0.5, which keeps its variance. Biases are 0, weights of layer norms 1.
     """
     if len(shape) < 2:
-        return np.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=np.float32)
+        return np.full(shape, 1.0 if name.endswith(("weight", "scale")) else 0.0, dtype=np.float32)
     std = 0.02 * ((2 * n_layer) ** -0.5 if "c_proj" in name else 1.0)
     generator = np.random.Generator(np.random.SFC64([seed, *name.encode()]))
     values: NDArray[np.float32] = generator.standard_normal(shape, dtype=np.float32)

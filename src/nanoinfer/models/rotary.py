@@ -18,6 +18,7 @@ def frequencies(rotary: Rotary, context: int = 1) -> NDArray[np.float32]:
     - llama3 (Meta 2024): with t turns in the original context, a frequency is divided by `factor` if
       t < low_freq_factor, kept if t > high_freq_factor, and blended linearly in t between them.
     - yarn (Peng et al. 2023): the same, blended linearly in the index of the pair.
+    - proportional (Gemma 4): pairs after the first `num_turning` do not turn.
     - longrope (Ding et al. 2024): each frequency has its own divisor, one for short contexts and one for long ones.
 
     Args:
@@ -34,7 +35,9 @@ def frequencies(rotary: Rotary, context: int = 1) -> NDArray[np.float32]:
         divisors: NDArray[np.float32] = np.array(factors, np.float32)
         return plain / divisors
     divided: NDArray[np.float32] = plain / np.float32(rotary.factor)
-    if rotary.scaling == "linear":
+    if rotary.scaling == "proportional":
+        divided[rotary.num_turning :] = 0.0
+    if rotary.scaling in ("linear", "proportional"):
         return divided
     kept = _kept_by_yarn(rotary) if rotary.scaling == "yarn" else _kept_by_llama3(rotary, plain)
     blended: NDArray[np.float32] = ((1.0 - kept) * divided + kept * plain).astype(np.float32)

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import LAYER
 from nanoinfer.utils.arrays import HostTensor
+
+PER_LAYER = {"transformer.per_layer.wte.weight": True, "transformer.per_layer.c_in.weight": False}
+"""Matrices whose rows are those of all layers -> whether a layer has one row (for each token), or per_layer_dim."""
 
 
 def truncate_layers(weights: Weights, n_layer: int) -> Weights:
@@ -30,6 +34,14 @@ def truncate_layers(weights: Weights, n_layer: int) -> Weights:
         for name, tensor in weights.read():
             layer = LAYER.match(name)
             if layer is None or int(layer[1]) < n_layer:
-                yield name, tensor
+                yield name, _first_layers(tensor, config, n_layer, PER_LAYER[name]) if name in PER_LAYER else tensor
 
     return replace(weights, config=replace(config, n_layer=n_layer, layers=config.layers[:n_layer]), read=read)
+
+
+def _first_layers(tensor: HostTensor, config: ModelConfig, n_layer: int, one: bool) -> HostTensor:
+    """Return the rows of the first `n_layer` layers of a matrix of PER_LAYER."""
+    dense = tensor.dense()
+    rows, columns = 1 if one else config.per_layer_dim, dense.shape[1]
+    kept = dense.values.reshape(-1, config.n_layer, rows, columns)[:, :n_layer]
+    return replace(dense, values=kept.reshape(-1, columns))

@@ -28,7 +28,6 @@ tests/roofline/test_roofline.py compares them with counts of the real model.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -233,9 +232,11 @@ def _step(
         logits: rows of logits.
     """
     C, V, s = config.n_embd, config.vocab_size, fmt.vector_bytes
-    A, K = config.attn_dim, config.kv_dim
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    kinds = Counter((config.layer(i).window or 0, *_layer_weights(config, fmt, i)) for i in range(config.n_layer))
+    kinds: dict[tuple[int, ...], list[int]] = {}  # layers by what they cost
+    for i in range(config.n_layer):
+        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim)
+        kinds.setdefault((config.layer(i).window or 0, *_layer_weights(config, fmt, i), *sizes), []).append(i)
 
     def experts(num_bytes: int) -> Poly:
         """Return the bytes of a layer's chosen experts, of which one has `num_bytes`, 0 in a layer without."""
@@ -247,30 +248,35 @@ def _step(
     layers = tuple(
         (
             Cost(
-                tokens * (4 * C * (A + K))
-                + products(w) * (2 * A),  # q k^T and scores v: 2 products of A over all heads
-                Poly.of({(0, 0): attention}) + kv_cache_layer(config, fmt, reach(w)),
+                tokens * (2 * C * (sum(config.qkv_widths(of[0])) + config.at(of[0]).attn_dim))
+                + products(w) * (2 * config.at(of[0]).attn_dim),  # q k^T and scores v: 2 products over all heads
+                Poly.of({(0, 0): attention}) + kv_cache_layer(config.at(of[0]), fmt, reach(w)),
             ),
-            Cost(tokens * (2 * _mlp_weights(config, expert > 0)), Poly.of({(0, 0): mlp}) + experts(expert)),
-            kinds[w, attention, mlp, expert],
+            Cost(tokens * (2 * _mlp_weights(config.at(of[0]), expert > 0)), Poly.of({(0, 0): mlp}) + experts(expert)),
+            len(of),
         )
-        for w, attention, mlp, expert in sorted(kinds, key=lambda kind: (kind[0] == 0, *kind), reverse=True)
+        for (w, attention, mlp, expert, *_), of in sorted(
+            kinds.items(), key=lambda kind: (kind[0][0] == 0, *kind[0]), reverse=True
+        )
     )
     head_norms = 2 if config.embedding_norm else 1
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
-    vectors = head_norms * norm * C + config.head_bias * V
+    vectors = head_norms * norm * C + config.head_bias * V + norm * config.per_layer_dim
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
     return StepCost(layers, head, activations)
 
 
 def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
-    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`."""
-    C, experts = config.n_embd, config.experts
+    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`.
+
+    The products of per-layer embeddings count here: making a layer's input, the gate, and the one after it.
+    """
+    C, experts, inputs = config.n_embd, config.experts, 3 * config.n_embd * config.per_layer_dim
     if not mixed or experts is None:
-        return C * config.mlp_dim * (3 if config.gated_mlp else 2)
+        return C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
     width = experts.per_token * experts.width + experts.shared_width
-    return 3 * C * width + C * experts.count + C * experts.shared_gate
+    return 3 * C * width + C * experts.count + C * experts.shared_gate + inputs
 
 
 def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int, int]:
@@ -279,7 +285,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     The MLP of a layer with experts is what all tokens take: the router, in float32 with quantized weights, and the
     shared expert.
     """
-    C, F, A, K, s = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim, fmt.vector_bytes
+    at, C, s = config.at(layer), config.n_embd, fmt.vector_bytes
+    F, A, widths = at.mlp_dim, at.attn_dim, config.qkv_widths(layer)
 
     def matrix(name: str, rows: int, columns: int) -> int:
         return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
@@ -287,12 +294,15 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
     of_attention = len(config.block_norms) - of_mlp
-    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
+    qk_norm = {"none": 0, "head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}[config.qk_norm]
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
-    vectors += config.sinks * config.n_head
-    attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
-    norms = norm * of_mlp * C * s
+    vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
+    vectors += config.sinks * at.n_head
+    attention = matrix("attn.c_attn", sum(widths), C) + matrix("attn.c_proj", C, A) + vectors * s
+    norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
+    if P := config.per_layer_dim:
+        inputs = fmt.of("transformer.per_layer.c_in.weight").matrix_bytes(P, C)  # of c_in's rows, this layer's
+        norms += inputs + matrix("after.c_gate", P, C) + matrix("after.c_proj", C, P) + norm * C * s
     if config.layer(layer).experts and config.experts is not None:
         E, D, S = config.experts.count, config.experts.width, config.experts.shared_width
         of_all = matrix("mlp.experts.c_proj", E * C, D)
@@ -309,30 +319,36 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
 
 def _token_activations(config: ModelConfig) -> int:
     """Return the number of values that operations read and write for a token, beside weights, KV cache and logits."""
-    C, F, A, K = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim
-    norms = len(config.block_norms)
-    # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
-    # activation 2F, c_proj F + C.
-    layer = 2 * norms * C + 8 * C + 4 * A + 6 * K
-    mlp = 2 * C + 4 * F
-    if config.gated_mlp:  # c_gate C + F, product 3F
-        mlp += C + 4 * F
-    mlps = config.n_layer * mlp
-    if (experts := config.experts) is not None:  # router C + E; of each expert the same as of an MLP, and adding it 2C
-        shared = 3 * C + 8 * experts.shared_width if experts.shared_width else 0
-        mixture = C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
-        mlps += (mixture - mlp) * sum(config.layer(i).experts for i in range(config.n_layer))
-    if config.qk_norm != "none":
-        layer += 2 * (A + K)
-    if config.residual_scale is not None:
-        layer += 4 * C
-    if config.sub_norms:
-        layer += 2 * (A + F)
-    rotated = 2 * (A + K) * sum(config.layer(i).rotary is not None for i in range(config.n_layer))
+    C = config.n_embd
     # wte + wpe 3C, scalings 2C each, ln_e 2C, ln_f 2C.
     scalings = (config.embedding_scale is not None) + (config.final_scale is not None)
     top = 3 * config.learned_positions + 2 * scalings + 2 * config.embedding_norm + 2
-    return config.n_layer * layer + mlps + rotated + top * C
+    return top * C + sum(_layer_activations(config, i) for i in range(config.n_layer))
+
+
+def _layer_activations(config: ModelConfig, layer: int) -> int:
+    """Return `_token_activations` of one layer."""
+    at, kind, widths = config.at(layer), config.layer(layer), config.qkv_widths(layer)
+    C, F, A, projected = config.n_embd, at.mlp_dim, at.attn_dim, sum(widths)
+    # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
+    # activation 2F, c_proj F + C.
+    found = 2 * len(config.block_norms) * C + 8 * C + 4 * A + 3 * (projected - A)
+    if config.qk_norm != "none":
+        found += 2 * sum(widths[:2])
+    if config.residual_scale is not None:
+        found += 4 * C
+    if kind.rotary is not None:
+        found += 2 * sum(widths[:2])
+    if config.sub_norms:
+        found += 2 * (A + F)
+    # c_in C + P, norm 2P, a row 2P, sum 3P; gate C + P, activation and product 5P, c_proj P + C, norm 2C, add 3C
+    if P := config.per_layer_dim:
+        found += 8 * C + 15 * P
+    if (experts := config.experts) is not None and kind.experts:
+        # router C + E; of each expert the same as of an MLP, and adding it 2C
+        shared = 3 * C + 8 * experts.shared_width if experts.shared_width else 0
+        return found + C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
+    return found + 2 * C + 4 * F + (C + 4 * F if config.gated_mlp else 0)  # c_gate C + F, product 3F
 
 
 def kv_cache_layer(config: ModelConfig, fmt: WeightFormat, window: int = 0) -> Poly:

@@ -161,22 +161,28 @@ def _gpu_steps(setting: Setting) -> list[dict[str, Any]]:
 def _memory(setting: Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
-    layer = kv_cache_layer(config, fmt)
+    own = [config.at(i) for i in range(config.n_layer) if config.kv_layer(i) == i]  # with keys and values of their own
+    layer, *others = (kv_cache_layer(of_layer, fmt) for of_layer in own)
+    total = sum(others, layer)
     weights = setting.decode.weight_bytes
-    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte.
+    # In memory but not read by a step: the lookup tables wpe, per-layer embeddings and, with an untied head, wte.
     if config.learned_positions:
         weights += config.block_size * config.n_embd * fmt.vector_bytes
+    if config.per_layer_dim:
+        weights += fmt.of("transformer.per_layer.wte.weight").matrix_bytes(
+            config.vocab_size * config.n_layer, config.per_layer_dim
+        )
     if not config.tie_word_embeddings:
         values = config.vocab_size * config.n_embd
         blocks = fmt.matrices.get("transformer.wte.weight")
         weights += blocks.matrix_bytes(config.vocab_size, config.n_embd) if blocks else values * fmt.vector_bytes
-    cache = (layer * config.n_layer)(setting.B, setting.N)
+    cache = total(setting.B, setting.N)
     limit = setting.ceiling.memory_bytes
     return {
         "weight_bytes": weights,
         "kv_cache_layer_formula": str(layer),
         "kv_cache_layer_bytes": layer(setting.B, setting.N),
-        "kv_cache_formula": str(layer * config.n_layer),
+        "kv_cache_formula": str(total),
         "kv_cache_bytes": cache,
         "fits": None if limit is None else weights + cache <= limit,
     }

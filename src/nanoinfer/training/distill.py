@@ -150,7 +150,7 @@ def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dt
     """
     device = target.lm_head.weight.device
     positions = torch.arange(tokens.shape[1], device=device)
-    attend = partial(causal_attention, target.config, target.sinks)
+    attend = partial(causal_attention, target.config, target.sinks, kept={})
     hidden = torch.empty(*tokens.shape, target.config.n_embd, dtype=dtype)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         for at in range(0, len(tokens), TARGET_BATCH):

@@ -54,7 +54,7 @@ class NanoGPT:
     def _generate(self, prompts: list[list[int]], num_tokens: int, start: float) -> tuple[list[list[int]], list[float]]:
         """Return the tokens of each step, and when each step ended."""
         idx = torch.tensor(prompts, device=self._device)  # (B, T)
-        attend = partial(causal_attention, self._config, self._model.sinks)
+        attend = partial(causal_attention, self._config, self._model.sinks, kept={})
         steps, times = [], []
         for _ in range(num_tokens):
             window = idx[:, -self._config.block_size :]

@@ -200,6 +200,16 @@ void bind_decoder(nb::module_& m) {
       },
       "Instruction sets of this build, slowest first: (name, CPU features that are missing; empty if supported).");
 
+  nb::class_<LayerShape>(m, "LayerShape", "The sizes of a layer. kv_layer: whose keys and values it has, -1: its own.")
+      .def(nb::init<>())
+      .def_rw("n_head", &LayerShape::n_head)
+      .def_rw("n_kv_head", &LayerShape::n_kv_head)
+      .def_rw("head_dim", &LayerShape::head_dim)
+      .def_rw("mlp_dim", &LayerShape::mlp_dim)
+      .def_rw("kv_layer", &LayerShape::kv_layer)
+      .def_rw("num_projections", &LayerShape::num_projections)
+      .def_rw("value_norm", &LayerShape::value_norm)
+      .def_rw("scaled", &LayerShape::scaled);
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())
       .def_rw("vocab_size", &Settings::vocab_size)
@@ -236,6 +246,8 @@ void bind_decoder(nb::module_& m) {
       .def_rw("shared_dim", &Settings::shared_dim)
       .def_rw("shared_gate", &Settings::shared_gate)
       .def_rw("sparse", &Settings::sparse)
+      .def_rw("layers", &Settings::layers)
+      .def_rw("per_layer_dim", &Settings::per_layer_dim)
       .def_rw("attention_scale", &Settings::attention_scale)
       .def_rw("sinks", &Settings::sinks)
       .def_rw("attention_softcap", &Settings::attention_softcap)
@@ -374,7 +386,7 @@ void bind_decoder(nb::module_& m) {
                    [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().blocks_total(); }); })
       .def_prop_ro("cache_bytes",
                    [](Guarded& d) {
-                     return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().shape().block_bytes(); });
+                     return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().block_bytes(); });
                    })
       .def_prop_ro("weight_bytes", [](Guarded& d) { return d.locked([](Decoder& x) { return x.weight_bytes(); }); });
 }

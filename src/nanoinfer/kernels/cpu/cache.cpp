@@ -14,8 +14,28 @@ std::size_t CacheShape::part_bytes() const {
   return (scales + (keys + values) * size * kBlock + 63) / 64 * 64;
 }
 
-Cache::Cache(const CacheShape& shape, std::int64_t num_blocks)
-    : shape_(shape), memory_(num_blocks * shape.block_bytes()), references_(num_blocks) {
+namespace {
+
+// Write where each layer begins in a block, and return the bytes of a block.
+template <class Place>
+std::size_t lay_out(CacheType type, const std::vector<LayerHeads>& layers, std::vector<Place>& places) {
+  std::size_t bytes = 0;
+  for (const LayerHeads& layer : layers) {
+    if (layer.kv_layer < static_cast<std::int64_t>(places.size())) {
+      places.push_back(Place(places[layer.kv_layer]));
+      continue;
+    }
+    const CacheShape own{type, 1, layer.n_head, layer.head_dim};
+    places.push_back({bytes, own.part_bytes()});
+    bytes += own.block_bytes();
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Cache::Cache(CacheType type, const std::vector<LayerHeads>& layers, std::int64_t num_blocks)
+    : type_(type), block_bytes_(lay_out(type, layers, place_)), memory_(num_blocks * block_bytes_), references_(num_blocks) {
   clear();
 }
 
@@ -83,7 +103,7 @@ void Cache::append(std::int64_t handle, std::int64_t count) {
   Sequence& s = at(handle);
   if (s.length % kBlock && references_[s.block.back()] > 1) {  // shared with a fork: copy before writing
     const std::int32_t own = take();
-    std::memcpy(address(own), address(s.block.back()), shape_.block_bytes());
+    std::memcpy(address(own), address(s.block.back()), block_bytes_);
     --references_[s.block.back()];
     s.block.back() = own;
     s.address.back() = address(own);

@@ -15,7 +15,7 @@
 
 namespace nanoinfer {
 
-struct CacheShape {
+struct CacheShape {  // of layers of equal sizes
   CacheType type;
   std::int64_t n_layer, n_head, head_dim;  // n_head: heads of keys and values
 
@@ -24,10 +24,15 @@ struct CacheShape {
   std::size_t offset(std::int64_t layer, std::int64_t head) const { return (layer * n_head + head) * part_bytes(); }
 };
 
+struct LayerHeads {
+  std::int64_t n_head, head_dim;  // of keys and values
+  std::int64_t kv_layer;          // the layer whose keys and values it has: its own index, or a lower one
+};
+
 class Cache {
  public:
   // A pool of num_blocks blocks; memory is allocated when blocks are first written. Throws std::bad_alloc.
-  Cache(const CacheShape& shape, std::int64_t num_blocks);
+  Cache(CacheType type, const std::vector<LayerHeads>& layers, std::int64_t num_blocks);
 
   std::int64_t open();
   // These throw std::out_of_range for an unknown handle; truncate also for a length that the sequence does not have.
@@ -50,9 +55,15 @@ class Cache {
   // Addresses of a sequence's blocks, valid until it is appended to, truncated or closed.
   const std::vector<const std::uint8_t*>& blocks(std::int64_t handle) const { return at(handle).address; }
   std::uint8_t* block(std::int64_t handle, std::int64_t position) const;
-  const CacheShape& shape() const { return shape_; }
+  CacheType type() const { return type_; }
+  std::size_t block_bytes() const { return block_bytes_; }
+  // Where a head of a layer begins in a block.
+  std::size_t offset(std::int64_t layer, std::int64_t head) const { return place_[layer].begin + head * place_[layer].part; }
 
  private:
+  struct Place {
+    std::size_t begin, part;  // of a layer, and the bytes of one of its heads
+  };
   struct Sequence {
     std::int64_t length = 0;
     std::vector<std::int32_t> block;
@@ -62,9 +73,11 @@ class Cache {
   Sequence& at(std::int64_t handle) { return const_cast<Sequence&>(std::as_const(*this).at(handle)); }
   std::int32_t take();
   void drop(Sequence& s, std::size_t keep);
-  std::uint8_t* address(std::int32_t block) const { return memory_.data() + block * shape_.block_bytes(); }
+  std::uint8_t* address(std::int32_t block) const { return memory_.data() + block * block_bytes_; }
 
-  CacheShape shape_;
+  const CacheType type_;
+  std::vector<Place> place_;
+  const std::size_t block_bytes_;  // sums up the layers in place_
   Buffer memory_;
   std::vector<std::int32_t> references_, free_;
   std::unordered_map<std::int64_t, Sequence> sequences_;

@@ -42,32 +42,49 @@ void resolve(DecoderShape& s) {
     require(s.n_embd % s.n_head == 0, "n_embd=" + str(s.n_embd) + " is not a multiple of n_head=" + str(s.n_head));
     s.head_dim = s.n_embd / s.n_head;
   }
-  if (s.attention_scale == 0) s.attention_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   if (s.windows.empty()) s.windows.assign(s.n_layer, 0);
   if (s.rotary.empty()) s.rotary.assign(s.n_layer, -1);
   if (s.sparse.empty()) s.sparse.assign(s.n_layer, 0);
   if (s.rotary_factors.empty()) s.rotary_factors.assign(s.frequencies.size(), 1);
+  if (s.layers.empty())
+    s.layers.assign(s.n_layer, {.n_head = s.n_head, .n_kv_head = s.n_kv_head, .head_dim = s.head_dim, .mlp_dim = s.mlp_dim});
+  for (LayerShape& l : s.layers)
+    l.scale = s.attention_scale != 0 ? s.attention_scale : 1.0f / std::sqrt(static_cast<float>(l.head_dim));
+}
+
+void check_layer(const DecoderShape& s, std::int64_t index) {
+  const LayerShape& l = s.layers[index];
+  for (const auto& [name, value] : {std::pair<const char*, std::int64_t>{"n_head", l.n_head},
+                                    {"n_kv_head", l.n_kv_head},
+                                    {"head_dim", l.head_dim},
+                                    {"mlp_dim", l.mlp_dim}})
+    check_size(name, value);
+  require(l.head_dim <= 65536, "head_dim is out of range: " + str(l.head_dim));
+  check_size("attention's width", l.attn_dim());
+  require(l.n_head % l.n_kv_head == 0,
+          "n_head=" + str(l.n_head) + " is not a multiple of n_kv_head=" + str(l.n_kv_head));
+  check_float("attention_scale", l.scale, 1e-6f, 1e6f);
+  const std::int64_t rotary = s.rotary[index], of = l.kv_layer;
+  require(rotary < 0 || static_cast<std::int64_t>(2 * s.frequencies[rotary].size()) <= l.head_dim,
+          "frequencies must be at most half of head_dim");
+  require(l.num_projections >= 1 && l.num_projections <= 3 && (l.num_projections == 1) == (of >= 0),
+          "num_projections must be 2 or 3, or 1 of a layer with kv_layer: " + str(l.num_projections));
+  if (of < 0) return;
+  require(of < index && s.layers[of].kv_layer < 0 && s.layers[of].n_kv_head == l.n_kv_head &&
+              s.layers[of].head_dim == l.head_dim,
+          "kv_layer must be an earlier layer with the same heads of keys: " + str(of));
 }
 
 void check(const DecoderShape& s, const DecoderOptions& o) {
   for (const auto& [name, value] : {std::pair<const char*, std::int64_t>{"vocab_size", s.vocab_size},
                                     {"block_size", s.block_size},
                                     {"n_layer", s.n_layer},
-                                    {"n_head", s.n_head},
-                                    {"n_kv_head", s.n_kv_head},
                                     {"n_embd", s.n_embd},
-                                    {"mlp_dim", s.mlp_dim},
-                                    {"head_dim", s.head_dim},
                                     {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
                                     {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
     check_size(name, value);
-  require(s.head_dim <= 65536, "head_dim is out of range: " + str(s.head_dim));
-  check_size("attention's width", s.attn_dim());
   require(o.max_num_cached_tokens >= 1, "max_num_cached_tokens must be at least 1");
-  require(s.n_head % s.n_kv_head == 0,
-          "n_head=" + str(s.n_head) + " is not a multiple of n_kv_head=" + str(s.n_kv_head));
   check_float("norm_epsilon", s.epsilon, 0, 1);
-  check_float("attention_scale", s.attention_scale, 1e-6f, 1e6f);
   check_float("attention_softcap", s.attention_softcap, 0, 1e6f);
   check_float("logits_softcap", s.logits_softcap, 0, 1e6f);
   check_float("embedding_scale", s.embedding_scale, 1e-6f, 1e6f);
@@ -75,6 +92,9 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   check_float("final_scale", s.final_scale, 1e-6f, 1e6f);
   check_float("query_growth", s.query_growth, 0, 1e6f);
   check_size("query_context", s.query_context);
+  check_size("per_layer_dim", s.per_layer_dim, 0);
+  check_size("the rows of the per-layer embeddings", s.per_layer_dim ? s.vocab_size * s.n_layer : 0, 0);
+  check_size("per_layer_dim * n_layer", s.per_layer_dim * s.n_layer, 0);
   require(s.rotary_factors.size() == s.frequencies.size(), "rotary_factors needs a number for each of frequencies");
   for (const float factor : s.rotary_factors) check_float("a rotary factor", factor, 1e-6f, 1e6f);
   const std::size_t layers = s.n_layer;
@@ -101,8 +121,16 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
     require(one == 0 || (one == 1 && s.num_experts), "sparse must be 0, or 1 in a model with experts: " + str(one));
   require(s.frequencies.size() <= 16, "there are more than 16 frequencies");
   for (const std::vector<float>& f : s.frequencies)
-    require(!f.empty() && static_cast<std::int64_t>(2 * f.size()) <= s.head_dim,
-            "frequencies must be at least 1 and at most half of head_dim");
+    require(!f.empty(), "frequencies must be at least 1");
+  require(s.layers.size() == layers, "layers needs sizes for each layer");
+  for (std::int64_t i = 0; i < s.n_layer; ++i) check_layer(s, i);
+}
+
+std::vector<LayerHeads> heads_of(const DecoderShape& s) {
+  std::vector<LayerHeads> heads;
+  for (std::int64_t i = 0; i < s.n_layer; ++i)
+    heads.push_back({s.layers[i].n_kv_head, s.layers[i].head_dim, s.layers[i].kv_layer < 0 ? i : s.layers[i].kv_layer});
+  return heads;
 }
 
 // The weights of a model before they are added. Throws std::invalid_argument for sizes out of range.
@@ -121,8 +149,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
     : formats_(options.formats),
       model_(weights_of(given, options)),
       kernels_(kernels_for(options.isa)),
-      cache_({options.cache, model_.shape.n_layer, model_.shape.n_kv_head, model_.shape.head_dim},
-             (options.max_num_cached_tokens + kBlock - 1) / kBlock),
+      cache_(options.cache, heads_of(model_.shape), (options.max_num_cached_tokens + kBlock - 1) / kBlock),
       threads_(ThreadPool::shared(options.threads)),
       pass_(model_, kernels_, cache_, options.threads) {
   const DecoderShape& shape = model_.shape;
@@ -134,7 +161,8 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
     slots_["transformer.wpe.weight"] = {.vector = model_.wpe.data(), .rows = shape.block_size, .columns = C};
   }
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
-  for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i], shape.sparse[i]);
+  if (shape.per_layer_dim) add_layer_inputs();
+  for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", i);
   add_norm("transformer.ln_f", model_.ln_f, C);
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
@@ -144,29 +172,36 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
   if (shape.tied) model_.lm_head = model_.wte;
 }
 
-void Decoder::add_layer(const std::string& prefix, LayerWeights& layer, bool sparse) {
+void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
   const DecoderShape& s = model_.shape;
-  const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
+  const LayerShape& l = s.layers[index];
+  LayerWeights& layer = model_.layers[index];
+  const std::int64_t C = s.n_embd, q = l.attn_dim(), kv = l.kv_dim();
   if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
   if (s.sinks) {
-    layer.sinks.resize(s.n_head);
-    slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = s.n_head};
+    layer.sinks.resize(l.n_head);
+    slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = l.n_head};
   }
-  add_parts(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C);
+  add_parts(prefix + "attn.c_attn", layer.c_attn, q + (l.num_projections - 1) * kv, C);
   add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
   if (s.head_norm || s.whole_norm) {
-    add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? s.head_dim : q);
-    add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? s.head_dim : kv);
+    add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? l.head_dim : q);
+    if (l.num_projections > 1) add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? l.head_dim : kv);
+  }
+  if (l.value_norm && l.head_dim > static_cast<std::int64_t>(model_.value_norm.weight.size())) {
+    model_.value_norm.weight.assign(l.head_dim, 1.0f);
+    model_.value_norm.bias.assign(l.head_dim, 0.0f);
   }
   if (s.sub_norms) {
     add_norm(prefix + "attn.sub_norm", layer.attn_sub, q);
-    add_norm(prefix + "mlp.sub_norm", layer.mlp_sub, s.mlp_dim);
+    add_norm(prefix + "mlp.sub_norm", layer.mlp_sub, l.mlp_dim);
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
   if (s.norm_before && !s.shared_norm) add_norm(prefix + "ln_2", layer.ln_2, C);
-  if (sparse) add_experts(prefix + "mlp.", layer);
-  else add_mlp(prefix + "mlp.", layer, s.mlp_dim);
+  if (s.sparse[index]) add_experts(prefix + "mlp.", layer);
+  else add_mlp(prefix + "mlp.", layer, l.mlp_dim);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
+  add_after(prefix + "after.", layer, l.scaled);
 }
 
 void Decoder::add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width) {
@@ -342,6 +377,11 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
   for (std::int64_t i = 0; i < model_.shape.n_layer; ++i) {
     const LayerWeights& w = model_.layers[i];
     const std::string h = "transformer.h." + str(i) + ".";
+    if (model_.shape.per_layer_dim) {
+      found["transformer.per_layer.c_in.weight"] = pass_.input_squares(model_.inputs_in);
+      found[h + "after.c_gate.weight"] = pass_.input_squares(w.after_gate);
+      found[h + "after.c_proj.weight"] = pass_.input_squares(w.after_proj);
+    }
     found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
     found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
     if (w.experts) {

@@ -93,7 +93,9 @@ class Decoder {
   void add_part(const std::string& name, Matrix& m, WeightType type, std::int64_t out, std::int64_t in);
   void add_parts(const std::string& name, std::vector<Matrix>& parts, std::int64_t out, std::int64_t in);
   void add_norm(const std::string& name, NormWeights& norm, std::int64_t width);
-  void add_layer(const std::string& prefix, LayerWeights& layer, bool sparse);
+  void add_layer(const std::string& prefix, std::int64_t index);
+  void add_layer_inputs();
+  void add_after(const std::string& prefix, LayerWeights& layer, bool scaled);
   void add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void add_experts(const std::string& prefix, LayerWeights& layer);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);

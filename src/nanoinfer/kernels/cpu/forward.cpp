@@ -27,16 +27,24 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     : model_(model), kernels_(kernels), cache_(cache), num_threads_(num_threads) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
-  qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
-  attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
-  hidden_stride_ = row_stride(std::max(s.mlp_dim, s.shared_dim));
-  scratch_stride_ = padded(std::max({attention_scratch(s.head_dim, s.block_size), s.n_embd, s.attn_dim(), s.mlp_dim}));
+  std::int64_t qkv_dim = 0, attn_dim = 0, head_dim = 0;  // the largest of all layers
+  std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
+  for (const LayerShape& l : s.layers) {
+    qkv_dim = std::max(qkv_dim, l.attn_dim() + 2 * l.kv_dim());
+    attn_dim = std::max(attn_dim, l.attn_dim());
+    mlp_dim = std::max(mlp_dim, l.mlp_dim);
+    head_dim = std::max(head_dim, l.head_dim);
+  }
+  qkv_stride_ = row_stride(qkv_dim);
+  attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
+  hidden_stride_ = row_stride(mlp_dim);
+  scratch_stride_ = padded(std::max({attention_scratch(head_dim, s.block_size), s.n_embd, attn_dim, mlp_dim}));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim, s.shared_dim})  // float32 takes the most bytes
+  for (const std::int64_t in : {s.n_embd, attn_dim, mlp_dim})  // float32 takes the most bytes
     prepared_bytes_ = std::max(prepared_bytes_, prepared_bytes(WeightType::f32, in));
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
@@ -51,6 +59,10 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
+  if (s.per_layer_dim == 0) return;
+  inputs_stride_ = row_stride(s.n_layer * s.per_layer_dim);
+  inputs_memory_ = Buffer(kMaxRows * inputs_stride_ * sizeof(float));
+  inputs_ = reinterpret_cast<float*>(inputs_memory_.data());
 }
 
 ForwardPass::~ForwardPass() = default;
@@ -61,12 +73,19 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
-    select(rows.data() + row, std::min(kMaxRows, total - row));
+    const std::int64_t count = std::min(kMaxRows, total - row);
+    select(rows.data() + row, count);
     const bool last = row + kMaxRows >= total;
     phases_.clear();
     embed();
-    for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l);
-    finish();
+    if (model_.shape.per_layer_dim) make_layer_inputs();
+    const std::int64_t with_keys = layers_with_keys();
+    for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) {
+      if (l == with_keys && keep_rows_with_logits(threads, rows.data() + row, count) == 0) break;
+      layer(l);
+      after_layer(l);
+    }
+    if (num_rows_) finish();
     if (last && num_logits_ && logits != nullptr) {
       const Matrix& w = model_.lm_head;
       const float cap = model_.shape.logits_softcap;
@@ -75,7 +94,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
                &PartSeconds::head);
     }
     mark_ = Clock::now();
-    threads.run(phases_);
+    if (!phases_.empty()) threads.run(phases_);
   }
 }
 
@@ -99,16 +118,40 @@ void ForwardPass::add_rows(double PartSeconds::*part, std::function<void(int ran
 void ForwardPass::select(const Row* rows, std::int64_t count) {
   rows_ = rows;
   num_rows_ = count;
-  items_.clear();
+  runs_.clear();
   block_of_.clear();
   for (std::int64_t from = 0; from < count;) {  // runs of rows of one sequence
     std::int64_t to = from;
     while (to < count && to - from < kQueryChunk && rows[to].handle == rows[from].handle)
       block_of_.push_back(cache_.block(rows[to].handle, rows[to].position)), ++to;
-    const std::uint8_t* const* blocks = cache_.blocks(rows[from].handle).data();
-    for (std::int64_t h = 0; h < model_.shape.n_kv_head; ++h) items_.push_back({blocks, from, to - from, h});
+    runs_.push_back({cache_.blocks(rows[from].handle).data(), from, to - from});
     from = to;
   }
+}
+
+// The layers up to the last one with keys and values of its own: the others make nothing that later steps need.
+std::int64_t ForwardPass::layers_with_keys() const {
+  std::int64_t n = model_.shape.n_layer;
+  while (n > 0 && model_.shape.layers[n - 1].kv_layer >= 0) --n;
+  return n;
+}
+
+// Run the phases so far, and go on with the rows of which logits are wanted. Return their number.
+std::int64_t ForwardPass::keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count) {
+  if (std::all_of(rows, rows + count, [](const Row& r) { return r.logit >= 0; })) return count;
+  mark_ = Clock::now();
+  threads.run(phases_);
+  phases_.clear();
+  kept_.clear();
+  for (std::int64_t r = 0; r < count; ++r) {
+    if (rows[r].logit < 0) continue;
+    const std::int64_t to = static_cast<std::int64_t>(kept_.size());
+    kept_.push_back(rows[r]);
+    for (const auto& [values, stride] : {std::pair{x_, x_stride_}, {angles_, angle_stride_}, {inputs_, inputs_stride_}})
+      if (r != to) std::copy_n(values + r * stride, stride, values + to * stride);
+  }
+  select(kept_.data(), static_cast<std::int64_t>(kept_.size()));
+  return num_rows_;
 }
 
 void ForwardPass::embed() {
@@ -320,6 +363,8 @@ void ForwardPass::observe_inputs() {
       for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
       if (l.experts)
         for (const Matrix* w : {&l.experts->c_fc, &l.experts->c_proj}) mine[w].assign(w->in, 0.0);
+      if (model_.shape.per_layer_dim)
+        for (const Matrix* w : {&l.after_gate, &l.after_proj, &model_.inputs_in}) mine[w].assign(w->in, 0.0);
     }
     mine[&model_.lm_head].assign(model_.lm_head.in, 0.0);
   }
@@ -369,35 +414,40 @@ void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std
 // Normalise and rotate the queries and keys of one row, in place.
 void ForwardPass::position_queries_and_keys(std::int64_t layer, std::int64_t row) const {
   const DecoderShape& s = model_.shape;
+  const LayerShape& l = s.layers[layer];
   const LayerWeights& w = model_.layers[layer];
-  float *q = qkv_ + row * qkv_stride_, *k = q + s.attn_dim();
+  const bool keys = l.num_projections > 1;
+  float *q = qkv_ + row * qkv_stride_, *k = q + l.attn_dim();
   if (s.whole_norm) {
-    norm(w.q_norm, q, s.attn_dim(), q);
-    norm(w.k_norm, k, s.kv_dim(), k);
+    norm(w.q_norm, q, l.attn_dim(), q);
+    if (keys) norm(w.k_norm, k, l.kv_dim(), k);
   }
   const std::int64_t index = s.rotary[layer];
   if (!s.head_norm && index < 0) return;
   const float* cosines = index < 0 ? nullptr : angles_ + row * angle_stride_ + angle_at_[index];
   const float growth = s.query_growth * std::log1p(static_cast<float>(rows_[row].position / s.query_context));
-  for (std::int64_t h = 0; h < s.n_head + s.n_kv_head; ++h) {  // keys follow the queries
-    float* x = q + h * s.head_dim;
-    if (s.head_norm) norm(h < s.n_head ? w.q_norm : w.k_norm, x, s.head_dim, x);
+  for (std::int64_t h = 0; h < l.n_head + (keys ? l.n_kv_head : 0); ++h) {  // keys follow the queries
+    float* x = q + h * l.head_dim;
+    if (s.head_norm) norm(h < l.n_head ? w.q_norm : w.k_norm, x, l.head_dim, x);
     if (index < 0) continue;
     const std::int64_t half = s.frequencies[index].size();
     kernels_.rotate(x, cosines, cosines + padded(half), half);
-    if (growth > 0 && h < s.n_head)
-      for (std::int64_t i = 0; i < s.head_dim; ++i) x[i] *= 1 + growth;
+    if (growth > 0 && h < l.n_head)
+      for (std::int64_t i = 0; i < l.head_dim; ++i) x[i] *= 1 + growth;
   }
 }
 
 void ForwardPass::store(std::int64_t layer) {
   add_rows(&PartSeconds::attention, [this, layer](int, std::int64_t r) {
-    const DecoderShape& s = model_.shape;
+    const LayerShape& l = model_.shape.layers[layer];
+    float *k = qkv_ + r * qkv_stride_ + l.attn_dim(), *v = k + l.kv_dim();
+    if (l.num_projections == 2) std::copy(k, v, v);  // before keys are normalised and rotated
     position_queries_and_keys(layer, r);
-    for (std::int64_t h = 0; h < s.n_kv_head; ++h) {
-      const float* k = qkv_ + r * qkv_stride_ + s.attn_dim() + h * s.head_dim;
-      kernels_.store_kv(cache_.shape().type, k, k + s.kv_dim(), s.head_dim,
-                        block_of_[r] + cache_.shape().offset(layer, h), rows_[r].position % kBlock);
+    if (l.num_projections == 1) return;
+    for (std::int64_t h = 0; h < l.n_kv_head; ++h, k += l.head_dim, v += l.head_dim) {
+      if (l.value_norm) norm(model_.value_norm, v, l.head_dim, v);
+      kernels_.store_kv(cache_.type(), k, v, l.head_dim, block_of_[r] + cache_.offset(layer, h),
+                        rows_[r].position % kBlock);
     }
   });
 }
@@ -405,29 +455,31 @@ void ForwardPass::store(std::int64_t layer) {
 // Items differ in length, so they are taken one by one. The result of an item does not depend on the thread.
 void ForwardPass::attend(std::int64_t layer) {
   const auto body = [this, layer](int rank, Range one) {
-    attend_item(layer, items_[one.begin], scratch_ + rank * scratch_stride_);
+    const std::int64_t heads = model_.shape.layers[layer].n_kv_head;
+    attend_item(layer, runs_[one.begin / heads], one.begin % heads, scratch_ + rank * scratch_stride_);
   };
-  add(&PartSeconds::attention, static_cast<std::int64_t>(items_.size()), body, /*most=*/1);
+  const std::int64_t items = static_cast<std::int64_t>(runs_.size()) * model_.shape.layers[layer].n_kv_head;
+  add(&PartSeconds::attention, items, body, /*most=*/1);
 }
 
-void ForwardPass::attend_item(std::int64_t layer, const Item& item, float* scratch) const {
+void ForwardPass::attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const {
   const DecoderShape& s = model_.shape;
-  const CacheShape& shape = cache_.shape();
-  const std::int64_t group = s.n_head / s.n_kv_head, column = item.head * group * s.head_dim;
-  kernels_.attention({.type = shape.type,
-                      .head_dim = s.head_dim,
-                      .blocks = item.blocks,
-                      .offset = shape.offset(layer, item.head),
-                      .start = rows_[item.row].position,
-                      .num_tokens = item.count,
+  const LayerShape& l = s.layers[layer];
+  const std::int64_t group = l.n_head / l.n_kv_head, column = head * group * l.head_dim;
+  kernels_.attention({.type = cache_.type(),
+                      .head_dim = l.head_dim,
+                      .blocks = run.blocks,
+                      .offset = cache_.offset(layer, head),
+                      .start = rows_[run.row].position,
+                      .num_tokens = run.count,
                       .group = group,
                       .window = s.windows[layer] ? s.windows[layer] : s.block_size,
-                      .scale = s.attention_scale,
+                      .scale = l.scale,
                       .softcap = s.attention_softcap,
-                      .sinks = s.sinks ? model_.layers[layer].sinks.data() + item.head * group : nullptr,
-                      .q = qkv_ + item.row * qkv_stride_ + column,
+                       .sinks = s.sinks ? model_.layers[layer].sinks.data() + head * group : nullptr,
+                       .q = qkv_ + run.row * qkv_stride_ + column,
                       .q_stride = qkv_stride_,
-                      .out = attended_ + item.row * attended_stride_ + column,
+                      .out = attended_ + run.row * attended_stride_ + column,
                       .out_stride = attended_stride_,
                       .scratch = scratch});
 }

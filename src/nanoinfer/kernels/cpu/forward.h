@@ -16,6 +16,19 @@
 
 namespace nanoinfer {
 
+// The sizes of one layer, and what it projects to.
+struct LayerShape {
+  std::int64_t n_head = 0, n_kv_head = 0, head_dim = 0, mlp_dim = 0;
+  std::int64_t kv_layer = -1;         // earlier layer whose keys and values it attends to, -1: its own
+  std::int64_t num_projections = 3;   // of queries, keys and values, in this order
+  bool value_norm = false;            // of each head, without a weight
+  bool scaled = false;                // whether x is multiplied by a parameter after the layer
+  float scale = 0;                    // of the scores: DecoderShape::attention_scale, or 1 / sqrt(head_dim)
+
+  std::int64_t attn_dim() const { return n_head * head_dim; }
+  std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+};
+
 // nanoinfer.config.ModelConfig; the defaults are GPT-2's.
 struct DecoderShape {
   std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
@@ -55,9 +68,8 @@ struct DecoderShape {
   std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
   std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
-
-  std::int64_t attn_dim() const { return n_head * head_dim; }
-  std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+  std::vector<LayerShape> layers;     // empty: all have the sizes above
+  std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
 };
 
 struct NormWeights {  // empty if the model does not have the norm
@@ -76,7 +88,10 @@ struct LayerWeights {
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, attn_sub, mlp_sub;
-  std::vector<float> sinks;  // (H), or empty
+  std::vector<float> sinks;                       // (H), or empty
+  Matrix after_gate{}, after_proj{};              // of models with per-layer embeddings
+  NormWeights after_post;
+  float scale = 1;                                // of x after the layer
 };
 
 struct ModelWeights {
@@ -85,6 +100,9 @@ struct ModelWeights {
   Matrix wte{}, lm_head{};         // lm_head is wte if they are tied
   std::vector<float> wpe;
   NormWeights ln_e, ln_f;
+  NormWeights value_norm;          // ones and zeros, where a layer normalises values
+  Matrix inputs_wte{}, inputs_in{};  // per-layer embeddings: (vocab_size * n_layer, per_layer_dim), (n_layer * per_layer_dim, C)
+  NormWeights inputs_norm;
   std::vector<LayerWeights> layers;
 };
 
@@ -116,24 +134,29 @@ class ForwardPass {
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
   // Sum the squares of the inputs of products from here on. A matrix that shares its inputs with others has the sums, or the
-  // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`.
+  // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`;
+  // and those of per_layer.cpp.
   void observe_inputs();
   // The sums for a matrix of the model, (in); empty if it has none.
   std::vector<double> input_squares(const Matrix& w) const;
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Item {  // attention of one head of keys and values for some rows of one sequence
+  struct Run {  // some rows of one sequence, whose attention is an item for each head of keys and values
     const std::uint8_t* const* blocks;
-    std::int64_t row, count, head;
+    std::int64_t row, count;
   };
   void select(const Row* rows, std::int64_t count);
+  std::int64_t layers_with_keys() const;
+  std::int64_t keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
   void embed();
   void layer(std::int64_t index);
   void attention(std::int64_t index);
   void mlp_hidden(std::int64_t index);
   void mlp_output(std::int64_t index);
+  void make_layer_inputs();
+  void after_layer(std::int64_t index);
   void mixture(std::int64_t index);
   void route(const LayerWeights& layer);
   void routed_experts(const ExpertWeights& w);
@@ -151,12 +174,13 @@ class ForwardPass {
   void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
   // What the phases call.
   void embed_row(std::int64_t row) const;
+  void make_row_inputs(std::int64_t row, float* scratch) const;
   void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void observe(const float* x, const Matrix& w, int rank);
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
-  void attend_item(std::int64_t layer, const Item& item, float* scratch) const;
+  void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
 
   const ModelWeights& model_;
@@ -174,11 +198,15 @@ class ForwardPass {
   std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
-  std::vector<Item> items_;
+  std::vector<Row> kept_;                             // of `keep_rows_with_logits`
+  std::vector<Run> runs_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
+  std::int64_t inputs_stride_ = 0;
+  Buffer inputs_memory_;                              // of models with per-layer embeddings:
+  float* inputs_ = nullptr;                           // (kMaxRows, stride), per_layer_dim for each layer
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

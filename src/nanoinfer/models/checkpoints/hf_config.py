@@ -20,7 +20,7 @@ from nanoinfer.utils.files import escaped, read_object
 
 log = logging.getLogger("nanoinfer")
 
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
 """Models of texts and images whose text model is read -> its model_type where the config does not say it."""
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
 _SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
@@ -54,7 +54,7 @@ def read(path: Path, quantized: bool = False) -> ModelConfig:
         for name in _QUANTIZATION:
             fields.get(name) if quantized or any(rounds) else fields.only(name, None)
         fields.only("is_causal", True, None)
-        fields.only("use_bidirectional_attention", False, None)
+        fields.only("use_bidirectional_attention", False, None, "vision")  # of images alone
         config = family.read(fields)
         tokens: dict[str, Any] = {
             "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),

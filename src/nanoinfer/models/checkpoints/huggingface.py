@@ -36,7 +36,11 @@ log = logging.getLogger("nanoinfer")
 ADAPTER = "adapter_config.json"
 PICKLED = "pytorch_model.bin"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", PICKLED)
-_IMAGES = tuple(f"{p}{part}." for p in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+_IMAGES = tuple(
+    f"{p}{part}."
+    for p in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio")
+)
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'

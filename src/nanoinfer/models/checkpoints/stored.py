@@ -77,6 +77,11 @@ class StoredTensor:
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
         return replace(self, shape=shape, strides=contiguous(shape))
 
+    def unfolded(self, count: int) -> StoredTensor:
+        """Return a row-major matrix with each of its rows as `count` rows."""
+        shape = (self.shape[0] * count, self.shape[1] // count)
+        return replace(self, shape=shape, strides=contiguous(shape))
+
     def equal_parts(self, count: int) -> list[StoredTensor]:
         """Return `count` parts of the rows, one below the other, for a row-major tensor whose rows they divide."""
         shape = (self.shape[0] // count, *self.shape[1:])

@@ -138,6 +138,8 @@ def check(
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
     stored = _with_parts(stored, config, family)
     _check_layers(config, stored, source, family)
+    unread = family.unread(config)
+    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     tensors: Tensors = {}
     used: set[str] = set()
     for name, shape in shapes(config).items():
@@ -250,11 +252,15 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
         better = better and (
             name.endswith("attn.c_attn.weight") or (".mlp." in name and name.endswith("c_proj.weight"))
         )
-        split = rows - config.kv_dim if name.endswith("c_attn.weight") and config.n_kv_head < config.n_head else 0
+        split, of_values = 0, 0
+        if layer is not None and name.endswith("c_attn.weight"):
+            widths = config.qkv_widths(int(layer[1]))
+            of_values = widths[2] if len(widths) == 3 and widths[2] < widths[0] else 0
+            split = rows - of_values if of_values else 0
         if name == head:
             formats[name] = ((more, rows),)
         elif columns % 32 == 0 and better and split and split % 32 == 0:
-            formats[name] = ((few, split), (more, config.kv_dim))
+            formats[name] = ((few, split), (more, of_values))
         elif columns % 32 == 0:
             formats[name] = ((more if better else few, rows),)
     return formats
@@ -286,7 +292,7 @@ def _assemble(
     """Return one of our tensors, made of the stored ones. Shapes are compared, and nothing is read."""
     parts = []
     for name, rows in recipe.parts:
-        wanted = (rows, *shape[1:])
+        wanted = (rows, *shape[1:]) if recipe.folded == 1 else (rows, shape[1] * recipe.folded)
         wanted = wanted[::-1] if recipe.transposed else wanted
         if name not in stored:
             raise NanoinferError(f"{source}: tensor {name} {list(wanted)} is missing")
@@ -294,7 +300,8 @@ def _assemble(
             raise NanoinferError(
                 f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(wanted)}"
             )
-        parts.append(stored[name].t() if recipe.transposed else stored[name])
+        part = stored[name] if recipe.folded == 1 else stored[name].unfolded(recipe.folded)
+        parts.append(part.t() if recipe.transposed else part)
     return parts[0] if len(parts) == 1 and recipe.order is None else JoinedTensor(tuple(parts), recipe.order)
 
 

@@ -12,6 +12,7 @@ from nanoinfer.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     gpt2,
@@ -46,8 +47,8 @@ from nanoinfer.models.families import (
 from nanoinfer.models.families.base import Family
 
 _MODULES = (
-    gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2, phi,
-    phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
+    gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, gemma4, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2,
+    phi, phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
     seed_oss, arcee, helium, gptj, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe,
     opt, bitnet, gpt_oss,
 )  # fmt: skip

@@ -34,6 +34,8 @@ class Recipe:
     """Row i of ours is row order[i] of the joined ones, some of which may be left out; None: the same order."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
+    folded: int = 1
+    """How many of our rows follow each other in a row of the stored matrix."""
 
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
@@ -41,6 +43,8 @@ class Recipe:
         if self.order is not None:
             values = np.zeros((sum(rows for _, rows in self.parts), *values.shape[1:]), values.dtype)
             values[self.order] = tensor.values
+        if self.folded > 1:
+            values = values.reshape(len(values) // self.folded, -1)
         start = 0
         for name, rows in self.parts:
             part = HostTensor(values[start : start + rows], tensor.dtype)
@@ -83,6 +87,8 @@ class Family:
     """Our parts that are the rows from this one on of a stored tensor, whose rows before mean nothing."""
     transposed: frozenset[str] = frozenset()
     """Our parts, or `fused` tensors, whose matrices are stored as (in, out)."""
+    folded: frozenset[str] = frozenset()
+    """Our parts of which a stored row has those of all layers."""
     ignored: tuple[str, ...] = ()
     """Suffixes of stored tensors that are not weights."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -133,6 +139,12 @@ class Family:
         flags = {name: parts[0] in config.biases for name, (parts, _) in self.biases.items()}
         return found | flags | self.write_layers(config)
 
+    def unread(self, config: ModelConfig) -> set[str]:
+        """Return the names of tensors of keys and values that a file may have for layers without them."""
+        layers = [i for i in range(config.n_layer) if config.layer(i).kv_layer is not None]
+        parts = (*self.names["attn.c_attn"][1:], self.names.get("attn.k_norm")) if layers else ()
+        return {f"{self.layer.format(i)}{part}{end}" for i in layers for part in parts for end in (".weight", ".bias")}
+
     def _table(self) -> list[tuple[str, tuple[Any, ...]]]:
         return [(theirs, (ours,) if isinstance(ours, str) else ours) for theirs, ours in self.fields.items()]
 
@@ -148,11 +160,13 @@ class Family:
         if (first := self.first_row.get(part)) is not None:
             return Recipe(((f"{prefix}{theirs}{suffix}", first + rows),), np.arange(first, first + rows))
         if isinstance(theirs, str):
+            if part in self.folded:
+                return Recipe(((f"{prefix}{theirs}{suffix}", rows // config.n_layer),), folded=config.n_layer)
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
-        sizes = (config.attn_dim, config.kv_dim, config.kv_dim)  # only c_attn is made of several
+        sizes = config.qkv_widths(layer or 0)  # only c_attn is made of several
         return Recipe(
-            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=True)), order
+            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=False)), order
         )
 
 
@@ -176,7 +190,7 @@ _NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*?)(\.w
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias"); sinks have no suffix."""
+    """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias"). Not all have an end."""
     found = _NAME.fullmatch(name)
     assert found is not None, name
     return None if found[1] is None else int(found[1]), found[2], found[3]

@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_HEADS = {"head_dim": "head_size", "num_key_value_heads": "num_kv_heads"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -113,6 +114,10 @@ class Fields:
         context = "original_max_position_embeddings"  # transformers reads the field outside the object first
         inside = given.get(context, config.block_size) if original is None else original
         values = frequencies.read(_type(given), given, self.get(context, inside), config.block_size)
+        if values.get("scaling") == "proportional":
+            part = require_float("partial_rotary_factor", given.get("partial_rotary_factor", 1.0), 0.0, 1.0)
+            values["num_turning"] = int(part * config.head_dim // 2)
+            given = given | {"partial_rotary_factor": 1.0}
         dim = self._rotary_dim(config.head_dim, given, share)
         return Rotary(dim, **values | {"base": given.get("rope_theta", base)})
 
@@ -160,6 +165,28 @@ class Fields:
                 raise NanoinferError(f"layer_types has {show(found)}: only {' and '.join(_LAYER_TYPES)} are supported")
         return [window if found == "sliding_attention" else None for found in types]
 
+    def heads(self, config: ModelConfig, defaults: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the heads of each layer that are not the model's, as fields of `LayerKind`, from `per_layer_config`.
+
+        Args:
+            config: the model, without its layers.
+            defaults: `per_layer_config` of configs without it.
+        """
+        given, found = self.get("per_layer_config", defaults), []
+        if not isinstance(given, dict) or given.keys() - {str(i) for i in range(config.n_layer)}:
+            raise self.error("per_layer_config", f"is not an object of {config.n_layer} layers")
+        for own in (given.get(str(i), {}) for i in range(config.n_layer)):
+            if not isinstance(own, dict) or own.keys() - _HEADS.keys():
+                raise self.error("per_layer_config", f"is not supported: only {' and '.join(_HEADS)} may differ")
+            found.append({_HEADS[k]: size for k, size in own.items() if size != getattr(config, _HEADS[k])})
+        return found
+
+
+def head_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return `per_layer_config`, which `Fields.heads` reads."""
+    own = {str(i): {t: getattr(k, o) for t, o in _HEADS.items() if getattr(k, o)} for i, k in enumerate(config.layers)}
+    return {"per_layer_config": {i: heads for i, heads in own.items() if heads}}
+
 
 def _type(given: dict[str, Any]) -> str:
     """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
@@ -200,6 +227,14 @@ def partial_fields(config: ModelConfig) -> dict[str, Any]:
     rotary = config.layer(0).rotary
     assert rotary is not None
     return rope_fields(config) | {"partial_rotary_factor": rotary.dim / config.head_dim}
+
+
+def typed_rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return `rope_parameters` with an entry for each type of layer."""
+    ropes = {_LAYER_TYPES[kind.window is not None]: kind.rotary for kind in config.layers}
+    plain = {name: {"rope_type": "default", "rope_theta": rotary.base} for name, rotary in ropes.items() if rotary}
+    scaled = {name: frequencies.write(rotary) or {} for name, rotary in ropes.items() if rotary}
+    return {"rope_parameters": {name: fields | scaled[name] for name, fields in plain.items()}}
 
 
 def window_fields(config: ModelConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ _YARN = {"low_freq_factor": ("beta_slow", 1.0), "high_freq_factor": ("beta_fast"
 KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
+    "proportional": {"factor"},
     "llama3": {"factor", _CONTEXT, *_LLAMA3.values()},
     "yarn": {
         "factor", _CONTEXT, "beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate",
@@ -41,6 +42,8 @@ def read(kind: str, given: dict[str, Any], original: Any, block_size: int) -> di
         return {}
     if kind == "linear":
         return {"scaling": kind, "factor": given.get("factor")}
+    if kind == "proportional":
+        return {"scaling": kind, "factor": given.get("factor", 1.0)}
     found: dict[str, Any] = {"scaling": kind, "original_context": require_int(_CONTEXT, original, 1, 2**24)}
     if kind == "llama3":
         return found | {"factor": given.get("factor")} | {o: given.get(theirs) for o, theirs in _LLAMA3.items()}
@@ -76,6 +79,10 @@ def write(rotary: Rotary) -> dict[str, Any] | None:
     found: dict[str, Any] = {"rope_type": rotary.scaling}
     if rotary.scaling != "longrope":
         found["factor"] = rotary.factor
+    if rotary.scaling == "proportional":
+        share = 2 * rotary.num_turning / rotary.dim  # half a pair more where the quotient was rounded down
+        exact = int(share * rotary.dim // 2) == rotary.num_turning
+        return found | {"partial_rotary_factor": share if exact else share + 1 / rotary.dim}
     if rotary.scaling != "linear":
         found[_CONTEXT] = rotary.original_context
     if rotary.scaling == "llama3":

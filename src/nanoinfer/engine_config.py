@@ -1,0 +1,160 @@
+"""The configuration of engines, speculation and the scheduler, as frozen dataclasses. A part of config.py.
+
+The line under each field is its `--help` text. This module does not import PyTorch: the scheduler and the help use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.pooling_params import PoolingConfig
+from nanoinfer.utils.checks import keep_int, require_bool, require_choice, show
+
+DTYPES = ("float32", "bfloat16", "float16")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
+RULES = ("reproduce", "reject")
+SAMPLERS = ("auto", "reference", "flashinfer")
+GENERATION_CONFIGS = ("auto", "vllm")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of the engine and the sampler. "auto" and None are resolved when the engine is built."""
+
+    engine: str = "auto"
+    """Engine that runs the model; auto is the fastest that supports it. `nanoinfer engines` lists them."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: cuda if available, else cpu."""
+    dtype: str = "auto"
+    """Dtype of the weights: float32, bfloat16 or float16; auto: the checkpoint's, without float16 on CPUs."""
+    quantization: str | None = None
+    """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
+    max_model_len: int | None = None
+    """Context length in tokens, at most the model's (default: the model's)."""
+    max_num_seqs: int | None = None
+    """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
+    kv_cache_memory: int | None = None
+    """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
+    kv_cache_dtype: str = "auto"
+    """Dtype of keys and values on engine native: float32, bfloat16 or int8."""
+    threads: int | None = None
+    """CPU threads of engine native (default: the number of CPUs of this process)."""
+    graph_memory: int | None = None
+    """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
+    sampler: str = "auto"
+    """auto (fastest that matches the reference token for token), reference, or flashinfer (same distribution)."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, ("auto", *DTYPES))
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
+        require_choice("sampler", self.sampler, SAMPLERS)
+        keep_int(self, "threads", 1, 1024, optional=True)
+        keep_int(self, "max_model_len", 1, optional=True)
+        keep_int(self, "max_num_seqs", 1, 65536, optional=True)
+        keep_int(self, "kv_cache_memory", 1, optional=True)
+        keep_int(self, "graph_memory", 0, optional=True)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Capacity of an engine."""
+
+    max_num_seqs: int
+    """Maximum number of running sequences."""
+    block_size: int
+    """Maximum number of tokens in one sequence."""
+    max_num_cached_tokens: int
+    """Maximum number of tokens in all open sequences together; of a pool, the places in all blocks."""
+    max_kept_seqs: int = 0
+    """Maximum number of sequences that are kept open beside the running ones; 0 where each reserves memory."""
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Options of speculative decoding."""
+
+    draft: str | None = None
+    """Draft source: prompt-lookup, a model, a draft head, self:int8, self:int4, self:LAYERS or auto (default: none)."""
+    speculate_k: str | int = "auto"
+    """Tokens proposed per step: 1 to 64, or auto (adapts to the acceptance rate; may be 0)."""
+    speculate_rule: str = "reproduce"
+    """reproduce: exactly the tokens of plain decoding; reject: the same distribution, higher acceptance."""
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
+            raise NanoinferError(f"draft={show(self.draft)} is neither a name nor None")
+        k: Any = self.speculate_k
+        if isinstance(k, str) and k.isdecimal() and len(k) <= 100:  # Python refuses to parse more than 4,300 digits
+            object.__setattr__(self, "speculate_k", k := int(k))
+        if not isinstance(k, str):
+            keep_int(self, "speculate_k", 1, 64)
+        elif k != "auto":
+            raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
+        require_choice("speculate_rule", self.speculate_rule, RULES)
+
+    @property
+    def fixed_k(self) -> int | None:
+        """Tokens proposed in each step; None for auto."""
+        return self.speculate_k if isinstance(self.speculate_k, int) else None
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Options of the scheduler."""
+
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens in one step; longer prompts are split into chunks."""
+    max_num_queued: int | None = None
+    """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin with the same tokens share their keys and values."""
+    target_step_ms: int | None = 80
+    """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        keep_int(self, "max_num_batched_tokens", 1)
+        keep_int(self, "max_num_queued", 1, optional=True)
+        keep_int(self, "target_step_ms", 0, 1_000_000, optional=True)
+        require_bool("enable_prefix_caching", self.enable_prefix_caching)
+
+
+PARTS = (EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig)  # in the order of LLMConfig's fields
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """The complete configuration of an LLM: the model, and how to run it."""
+
+    model: str
+    """Model name or path, as `models.checkpoints.load.load_model` accepts it."""
+    tokenizer: str | None = None
+    """Path of the tokenizer; None: the model's own."""
+    seed: int = 0
+    """Seed of random weights."""
+    generation_config: str = "auto"
+    """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
+
+    def __post_init__(self) -> None:
+        require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+
+    @classmethod
+    def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
+        """Return the configuration from generation_config and the fields of PARTS.
+
+        Raises TypeError if none of them has a field of that name.
+        """
+        options = dict(options)
+        defaults = options.pop("generation_config", "auto")
+        owner = {f.name: kind for kind in PARTS for f in fields(kind)}
+        given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
+        for name, value in options.items():
+            if name not in owner:
+                raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+            given[owner[name]][name] = value
+        return cls(model, tokenizer, seed, defaults, *(kind(**given[kind]) for kind in given))
