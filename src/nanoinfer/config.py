@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.layer_config import Experts as Experts  # of this module to all others
+from nanoinfer.layer_config import Latent as Latent
 from nanoinfer.layer_config import LayerKind as LayerKind
 from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.pooling_params import PoolingConfig
@@ -108,6 +109,8 @@ class ModelConfig:
     """Logits l become softcap * tanh(l / softcap)."""
     experts: Experts | None = None
     """The mixture of experts in the layers that have one."""
+    latent: Latent | None = None
+    """Latent attention, in all layers. head_size is then `Latent.head_dim`, and num_kv_heads is 1."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -158,11 +161,12 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
             raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
+        most = self.head_dim if self.latent is None else self.latent.checked(self.head_dim, self.n_kv_head, self.norm)
         for kind in set(self.layers):
             if kind.window is not None:
                 require_int("window", kind.window, 1, 2**31 - 1)
-            if kind.rotary is not None and kind.rotary.dim > self.head_dim:
-                raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
+            if kind.rotary is not None and kind.rotary.dim > most:
+                raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={most}")
             if kind.rotary is not None and kind.rotary.query_growth and kind.rotary.dim < self.head_dim:
                 raise NanoinferError(f"query_growth needs rotary dim={self.head_dim}, the whole head")
         if self.experts is None and any(kind.experts for kind in self.layers):
@@ -199,6 +203,13 @@ class ModelConfig:
     def kv_dim(self) -> int:
         """Width of the keys of all heads, and of the values."""
         return self.n_kv_head * self.head_dim
+
+    @property
+    def attn_parts(self) -> tuple[int, ...]:
+        """Widths of the parts of c_attn: queries, keys, values; of latent attention queries, their latent, keys'."""
+        if (latent := self.latent) is None:
+            return self.attn_dim, self.kv_dim, self.kv_dim
+        return 0 if latent.query_rank else self.n_head * latent.query_dim, latent.query_rank, latent.head_dim
 
     @property
     def biases(self) -> tuple[str, ...]:

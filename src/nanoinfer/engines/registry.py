@@ -48,6 +48,8 @@ class EngineSpec:
     """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
     preferred: bool = True
     """Whether `auto` may choose it when another engine supports the configuration too."""
+    without: tuple[str, ...] = ()
+    """Fields of ModelConfig that must be None."""
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
@@ -125,6 +127,7 @@ ENGINES: dict[str, EngineSpec] = {
             options=("quantization", "graph_memory"),
             module="triton",
             preferred=False,  # not measured yet
+            without=("latent",),
         ),
     )
 }
@@ -189,7 +192,7 @@ def build(
         limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:
-        NanoinferError: the KV cache does not fit in memory.
+        NanoinferError: the engine does not run such a model, or the KV cache does not fit in memory.
     """
     if processes.generation() and not spec.native and device == "cpu":
         log.warning(
@@ -197,7 +200,12 @@ def build(
             " start the process with multiprocessing's method spawn, or use engine=native",
             spec.name,
         )
-    if spec.native and weights.block_formats and config.quantization is None and config.kv_cache_dtype == "auto":
+    if lacking := [name for name in spec.without if getattr(weights.config, name) is not None]:
+        raise NanoinferError(
+            f"engine={spec.name!r} does not run models with {lacking[0]} attention: use another engine"
+        )
+    costly = weights.config.latent is not None if config.quantization else weights.block_formats
+    if spec.native and costly and config.kv_cache_dtype == "auto":
         config = replace(config, kv_cache_dtype="bfloat16")  # 8 bits cost quality (docs/quality.md)
     module, _, name = spec.target.partition(":")
     if limits is None:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
+from nanoinfer.models.latent import LatentAttention
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.rotary import frequencies
 
@@ -121,7 +122,7 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn = Attention(config)
+        self.attn = Attention(config) if config.latent is None else LatentAttention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)

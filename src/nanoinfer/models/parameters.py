@@ -42,8 +42,16 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         h = f"transformer.h.{layer}"
         if "ln_1" in config.block_norms:
             norm(f"{h}.ln_1")
-        linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
-        linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
+        linear(f"{h}.attn.c_attn", sum(config.attn_parts), C, "qkv")
+        if (latent := config.latent) is not None:
+            if latent.query_rank:
+                norm(f"{h}.attn.q_norm", latent.query_rank)
+                found[f"{h}.attn.q_b.weight"] = (config.n_head * latent.query_dim, latent.query_rank)
+            norm(f"{h}.attn.kv_norm", latent.rank)
+            found[f"{h}.attn.k_b.weight"] = (config.n_head * latent.rank, latent.plain_dim)
+            found[f"{h}.attn.v_b.weight"] = (config.n_head * latent.value_dim, latent.rank)
+        width = config.attn_dim if latent is None else config.n_head * latent.value_dim
+        linear(f"{h}.attn.c_proj", C, width, "proj")
         if config.qk_norm != "none":
             norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
             norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
@@ -68,12 +76,12 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Return the parameters of a mixture of experts. Rows of expert e follow those of expert e - 1."""
     C, experts = config.n_embd, config.experts
     assert experts is not None
     E, F, S = experts.count, experts.width, experts.shared_width
-    found = [
+    found: list[tuple[str, tuple[int, ...]]] = [
         ("router.weight", (E, C)),
         ("experts.c_gate.weight", (E * F, C)),
         ("experts.c_fc.weight", (E * F, C)),
@@ -83,6 +91,8 @@ def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
         found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
     if experts.shared_gate:
         found.append(("shared_gate.weight", (1, C)))
+    if experts.correction:
+        found.insert(1, ("correction.bias", (E,)))
     return found
 
 

@@ -233,7 +233,7 @@ def _step(
         logits: rows of logits.
     """
     C, V, s = config.n_embd, config.vocab_size, fmt.vector_bytes
-    A, K = config.attn_dim, config.kv_dim
+    A = config.attn_dim
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     kinds = Counter((config.layer(i).window or 0, *_layer_weights(config, fmt, i)) for i in range(config.n_layer))
 
@@ -247,7 +247,7 @@ def _step(
     layers = tuple(
         (
             Cost(
-                tokens * (4 * C * (A + K))
+                tokens * (2 * sum(rows * columns for _, rows, columns in _attention_matrices(config)))
                 + products(w) * (2 * A),  # q k^T and scores v: 2 products of A over all heads
                 Poly.of({(0, 0): attention}) + kv_cache_layer(config, fmt, reach(w)),
             ),
@@ -262,6 +262,17 @@ def _step(
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
     return StepCost(layers, head, activations)
+
+
+def _attention_matrices(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """Return the matrices of a layer's attention: name, rows, columns."""
+    C, H, latent = config.n_embd, config.n_head, config.latent
+    qkv = ("attn.c_attn", sum(config.attn_parts), C)
+    if latent is None:
+        return [qkv, ("attn.c_proj", C, config.attn_dim)]
+    q_b = [("attn.q_b", H * latent.query_dim, latent.query_rank)] if latent.query_rank else []
+    kv = [("attn.k_b", H * latent.rank, latent.plain_dim), ("attn.v_b", H * latent.value_dim, latent.rank)]
+    return [qkv, *q_b, *kv, ("attn.c_proj", C, H * latent.value_dim)]
 
 
 def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
@@ -279,7 +290,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     The MLP of a layer with experts is what all tokens take: the router, in float32 with quantized weights, and the
     shared expert.
     """
-    C, F, A, K, s = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim, fmt.vector_bytes
+    C, F, s = config.n_embd, config.mlp_dim, fmt.vector_bytes
 
     def matrix(name: str, rows: int, columns: int) -> int:
         return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
@@ -287,10 +298,12 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
     of_attention = len(config.block_norms) - of_mlp
-    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
+    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": config.attn_dim + config.kv_dim}[config.qk_norm]
+    if (latent := config.latent) is not None:
+        qk_norm = latent.query_rank + latent.rank
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * (A + 2 * K) + proj * C + norm * (of_attention * C + qk_norm)
-    attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
+    vectors = qkv * sum(config.attn_parts) + proj * C + norm * (of_attention * C + qk_norm)
+    attention = sum(matrix(*of) for of in _attention_matrices(config)) + vectors * s
     norms = norm * of_mlp * C * s
     if config.layer(layer).experts and config.experts is not None:
         E, D, S = config.experts.count, config.experts.width, config.experts.shared_width
@@ -298,7 +311,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         of_all += sum(matrix(f"mlp.experts.{name}", E * D, C) for name in ("c_gate", "c_fc"))
         shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
         shared += matrix("mlp.shared.c_proj", C, S) if S else 0
-        return attention, norms + shared + (E + config.experts.shared_gate) * C * s, of_all // E
+        router = (E + config.experts.shared_gate) * C * s + E * config.experts.correction * 4
+        return attention, norms + shared + router, of_all // E
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
@@ -322,6 +336,9 @@ def _token_activations(config: ModelConfig) -> int:
         mlps += (mixture - mlp) * sum(config.layer(i).experts for i in range(config.n_layer))
     if config.qk_norm != "none":
         layer += 2 * (A + K)
+    if (latent := config.latent) is not None:  # c_attn's other outputs, norms 2R each, q_b R + Q, k_b Q + A, v_b A + V,
+        Q, V, R = config.n_head * latent.query_dim, config.n_head * latent.value_dim, latent.query_rank
+        layer += sum(config.attn_parts) + 2 * latent.rank + Q + 2 * V - 2 * K + (3 * R + Q if R else 0)  # c_proj V
     if config.residual_scale is not None:
         layer += 4 * C
     rotated = 2 * (A + K) * sum(config.layer(i).rotary is not None for i in range(config.n_layer))

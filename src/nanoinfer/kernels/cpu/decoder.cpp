@@ -93,7 +93,24 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
             "experts_per_token must be from 1 to num_experts=" + str(s.num_experts) + ": " + str(s.experts_per_token));
     check_float("expert_scale", s.expert_scale, 1e-6f, 1e6f);
     require(!s.shared_gate || s.shared_dim, "shared_gate needs shared_dim");
+    require(s.expert_groups >= 1 && s.num_experts % s.expert_groups == 0,
+            "num_experts=" + str(s.num_experts) + " is not a multiple of expert_groups=" + str(s.expert_groups));
+    const std::int64_t size = s.num_experts / s.expert_groups;
+    require(s.groups_per_token >= 1 && s.groups_per_token <= s.expert_groups &&
+                s.experts_per_token <= size * s.groups_per_token,
+            "groups_per_token must be at most expert_groups, and its groups must have experts_per_token experts: " +
+                str(s.groups_per_token));
+    require(s.group_top >= 1 && s.group_top <= size, "group_top is out of range: " + str(s.group_top));
     require(!s.parallel_residual && !s.shared_norm, "experts are not supported in parallel with attention");
+  }
+  if (s.latent_rank) {
+    for (const std::int64_t width : {s.latent_rank, s.latent_turned, s.latent_plain, s.latent_value})
+      check_size("a width of latent attention", width);
+    check_size("latent_query_rank", s.latent_query_rank, 0);
+    check_size("latent attention's outputs", std::max({s.down_dim(), s.n_head * s.query_dim(), s.values_dim()}));
+    check_float("latent_epsilon", s.latent_epsilon, 0, 1);
+    require(s.head_dim == s.latent_rank + s.latent_turned && s.n_kv_head == 1 && !s.head_norm && !s.whole_norm,
+            "latent attention needs head_dim=" + str(s.latent_rank + s.latent_turned) + ", n_kv_head=1 and no qk_norm");
   }
   for (const std::int64_t one : s.sparse)
     require(one == 0 || (one == 1 && s.num_experts), "sparse must be 0, or 1 in a model with experts: " + str(one));
@@ -146,8 +163,17 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer, bool spa
   const DecoderShape& s = model_.shape;
   const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
   if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
-  add_parts(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C);
-  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
+  add_parts(prefix + "attn.c_attn", layer.c_attn, s.qkv_dim(), C);
+  if (s.latent_rank) {
+    if (const std::int64_t from = s.latent_query_rank) {
+      add_norm(prefix + "attn.q_norm", layer.q_norm, from);
+      add_matrix(prefix + "attn.q_b", layer.q_b, s.n_head * s.query_dim(), from, /*with_bias=*/false);
+    }
+    add_norm(prefix + "attn.kv_norm", layer.kv_norm, s.latent_rank);
+    add_matrix(prefix + "attn.k_b", layer.k_b, s.n_head * s.latent_rank, s.latent_plain, /*with_bias=*/false);
+    add_matrix(prefix + "attn.v_b", layer.v_b, s.values_dim(), s.latent_rank, /*with_bias=*/false);
+  }
+  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.values_dim(), /*with_bias=*/true);
   if (s.head_norm || s.whole_norm) {
     add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? s.head_dim : q);
     add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? s.head_dim : kv);
@@ -182,6 +208,10 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
   router.scale = router.bias = zeros;
   router_bytes_ += w.router_memory.size();
   slots_[prefix + "router.weight"] = {.matrix = &router, .panels = w.router_memory.data(), .scale = zeros, .rows = E, .columns = C};
+  if (s.corrected_experts) {
+    w.correction.resize(E);
+    slots_[prefix + "correction.bias"] = {.vector = w.correction.data(), .columns = E};
+  }
   add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/false);
   add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/false);
   require(same_inputs(w.c_gate, w.c_fc),
@@ -333,6 +363,9 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
     const std::string h = "transformer.h." + str(i) + ".";
     found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
     found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
+    if (model_.shape.latent_rank)
+      for (const auto& [name, matrix] : {std::pair{"q_b", &w.q_b}, {"k_b", &w.k_b}, {"v_b", &w.v_b}})
+        if (matrix->in) found[h + "attn." + name + ".weight"] = pass_.input_squares(*matrix);
     if (w.experts) {
       found[h + "mlp.experts.c_fc.weight"] = pass_.input_squares(w.experts->c_fc);
       found[h + "mlp.experts.c_gate.weight"] = found[h + "mlp.experts.c_fc.weight"];

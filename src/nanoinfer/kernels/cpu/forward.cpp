@@ -6,6 +6,7 @@
 
 #include "experts.h"
 #include "format.h"
+#include "latent.h"
 
 namespace nanoinfer {
 
@@ -16,10 +17,6 @@ constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: smal
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
-// The stride of rows of n floats that a product writes: an odd number of panels, so that the rows of a tile lie in
-// different sets of the first-level cache.
-std::int64_t row_stride(std::int64_t n) { return (padded(n) / kPanel | 1) * kPanel; }
-
 }  // namespace
 
 ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
@@ -27,15 +24,15 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
   qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
-  attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
+  attended_stride_ = row_stride(std::max({s.attn_dim(), s.values_dim(), s.n_embd}));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(std::max(s.mlp_dim, s.shared_dim));
-  scratch_stride_ = padded(std::max(attention_scratch(s.head_dim, s.block_size), s.n_embd));
+  scratch_stride_ = padded(std::max({attention_scratch(s.head_dim, s.block_size), s.n_embd, s.latent_query_rank}));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim, s.shared_dim})  // float32 takes the most bytes
+  for (const std::int64_t in : {s.n_embd, s.values_dim(), s.mlp_dim, s.shared_dim, s.latent_query_rank})  // float32 takes the most bytes
     prepared_bytes_ = std::max(prepared_bytes_, prepared_bytes(WeightType::f32, in));
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
@@ -49,6 +46,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   angles_ = take(kMaxRows * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
+  if (s.latent_rank) latent_ = std::make_unique<LatentHeads>(s);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
 }
 
@@ -154,10 +152,12 @@ void ForwardPass::layer(std::int64_t index) {
 void ForwardPass::attention(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(w.ln_1, w.c_attn[0]);
-  multiply_parts(w.c_attn, qkv_, qkv_stride_);
+  if (latent_) latent_queries(w);
+  else multiply_parts(w.c_attn, qkv_, qkv_stride_);
   store(index);
   attend(index);
-  prepare(attended_, attended_stride_, w.c_proj);
+  if (latent_) latent_values(w);
+  else prepare(attended_, attended_stride_, w.c_proj);
   residual(w.c_proj, w.post_1);
 }
 
@@ -249,7 +249,7 @@ void ForwardPass::routed_experts(const ExpertWeights& w) {
   Mixture& m = *mixture_;
   const std::int64_t choices = num_rows_ * model_.shape.experts_per_token;
   const std::size_t choose = phases_.size(), hidden = choose + 2, output = choose + 4;
-  add_rows(&PartSeconds::others, [&m](int, std::int64_t r) { m.choose(r); });
+  add_rows(&PartSeconds::others, [&w, &m](int, std::int64_t r) { m.choose(r, w.correction); });
   phases_[choose].ended = [this, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
     m.group(num_rows_);
     phases_[hidden].count = m.hidden_items();
@@ -297,6 +297,8 @@ void ForwardPass::observe_inputs() {
   for (auto& mine : squares_) {  // all of them here: a thread of the pool must not throw
     for (const LayerWeights& l : model_.layers) {
       for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
+      if (latent_)
+        for (const Matrix* w : {&l.q_b, &l.k_b, &l.v_b}) mine[w].assign(w->in, 0.0);
       if (l.experts)
         for (const Matrix* w : {&l.experts->c_fc, &l.experts->c_proj}) mine[w].assign(w->in, 0.0);
     }

@@ -85,6 +85,10 @@ class Family:
     expert, the tensor has three dimensions, the experts first."""
     read_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """As `fused`: tensors that are read, and not written."""
+    from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored
+    """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
+    to_stored: Callable[[ModelConfig, dict[str, HostTensor]], dict[str, HostTensor]] = lambda config, tensors: tensors
+    """The inverse of `from_stored`."""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.
@@ -141,10 +145,8 @@ class Family:
         if isinstance(theirs, str):
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
-        sizes = (config.attn_dim, config.kv_dim, config.kv_dim)  # only c_attn is made of several
-        return Recipe(
-            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=True)), order
-        )
+        sizes = zip(theirs, config.attn_parts, strict=True)  # only c_attn is made of several
+        return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 
 
 def interleaved(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
