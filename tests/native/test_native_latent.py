@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import families
+from helpers.gguf_files import as_q8_0, convert
 from helpers.models import TINY, load_gpt, make_weights
 from nanoinfer.config import EngineConfig, EngineLimits, Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models.checkpoints import hf_config, packed
+from nanoinfer.models.checkpoints import gguf, gguf_export, hf_config, packed
+from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.checkpoints.weights import Weights
 
 
@@ -91,6 +94,36 @@ def test_a_token_that_is_not_finite_spoils_only_its_sequence() -> None:
     assert others
     known = [t for t in range(weights.config.vocab_size) if t != TOKENS[1, 5]]  # the head is tied
     assert np.isfinite(found[others][..., known]).all()
+
+
+WIDE = {
+    "hidden_size": 64, "intermediate_size": 64, "kv_lora_rank": 64, "q_lora_rank": 32, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", ["keys and values of each head", "of all heads", "Q4_K_M"])
+def test_matrices_in_blocks_of_a_gguf_file(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of heads are multiplied in their blocks, unless keys have to be transposed."""
+    monkeypatch.setitem(families.CASES, "wide", ("DeepseekV3Config", families.CASES["deepseek_v3"][1] | WIDE))
+    model = families.make_folder("wide", tmp_path / "hf")
+    if stored == "of all heads":
+        convert(model, tmp_path / "a.gguf", as_q8_0)
+    else:
+        format = stored if stored == "Q4_K_M" else "Q8_0"
+        gguf_export.write_file(open_folder(tmp_path / "hf"), tmp_path / "a.gguf", format, {}, "m")
+    weights, _ = gguf.open_file(tmp_path / "a.gguf")
+    tokens = TOKENS % 61
+    expected = load_gpt(weights).eval()(torch.tensor(tokens)).detach().numpy()
+    blocks = {name for name in weights.block_formats if ".h.1.attn." in name}
+    names = ("c_attn", "q_b", "c_proj", *(() if stored == "of all heads" else ("k_b", "v_b")))
+    assert blocks == {f"transformer.h.1.attn.{name}.weight" for name in names}
+    engine = engine_of(weights, threads=2, kv_cache_dtype="float32")
+    found = logits(engine, tokens)
+    assert np.sqrt(np.median((found - expected) ** 2)) / expected.std() < 0.1
+    alone = engine.open()
+    for i, token in enumerate(tokens[2].tolist()):
+        assert np.array_equal(engine.extend(StepBatch([alone], [token], [1], [1]))[0], found[2, i])
 
 
 def test_calibration_sums_the_inputs_of_all_matrices() -> None:

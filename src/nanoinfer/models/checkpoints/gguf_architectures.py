@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints import gguf_latent
 from nanoinfer.models.checkpoints.gguf_file import Value
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
@@ -66,7 +67,7 @@ class Architecture:
     """Number that was added to the weights of norms."""
     gate_in_up: bool = False
     """Whether the gate and the MLP's first matrix are one tensor."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Our part -> the name of the tensor, where it is not the usual one."""
 
 
@@ -109,18 +110,23 @@ class Metadata(Fields):
 
 def _shape(m: Metadata) -> dict[str, Any]:
     """Return the fields of config.json that all families but GPT-2 have, under the names that Llama has for them."""
+    shape = _sizes(m)
+    width = m.int_("attention.key_length", max(1, shape["hidden_size"] // shape["num_attention_heads"]))
+    m.only(m.key("attention.value_length"), width)
+    return shape | {"head_dim": width}
+
+
+def _sizes(m: Metadata) -> dict[str, Any]:
+    """Return the fields of `_shape` without the width of a head."""
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
-    width = m.int_("attention.key_length", max(1, n_embd // n_head))
     m.get(m.key("pooling_type"))  # models/pooling.py
-    m.only(m.key("attention.value_length"), width)
     return {
         "vocab_size": _vocab_size(m),
         "max_position_embeddings": m.int_("context_length"),
         "num_hidden_layers": _num_layers(m),
         "num_attention_heads": n_head,
         "num_key_value_heads": m.int_("attention.head_count_kv", n_head),
-        "head_dim": width,
         "hidden_size": n_embd,
         "intermediate_size": m.int_("feed_forward_length"),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
@@ -152,6 +158,8 @@ def _scaling(m: Metadata) -> dict[str, Any] | None:
     for name in ("original_context_length", "finetuned"):  # inputs of yarn, which is refused
         m.get(m.key(f"rope.scaling.{name}"))
     if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `_phi3` reads them
+        return None
+    if m.arch == "deepseek2" and kind == "yarn":  # gguf_latent.py reads it
         return None
     m.only(m.key("rope.scaling.attn_factor"), 1.0)
     if kind not in ("none", "linear"):
@@ -365,6 +373,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", _biased, interleaved=True),
     "seed_oss": Architecture("seed_oss", _biased, names={"ln_2": "post_attention_norm"}),
     "arcee": Architecture("arcee", _biased, interleaved=True),
+    "deepseek2": Architecture(
+        "deepseek_v2", lambda m: _sizes(m) | gguf_latent.read(m), interleaved=True, names=gguf_latent.NAMES
+    ),
     "gpt2": Architecture("gpt2", _gpt2, joined=True),
     "gptneox": Architecture("gpt_neox", _gpt_neox, joined=True),
 }

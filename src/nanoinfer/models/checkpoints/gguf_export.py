@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints import gguf, gguf_latent
 from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES, FREQUENCIES, SHARED_GATE, STACKED
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
@@ -141,18 +141,21 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
     """Return the dimensions of a tensor in the file, which has the same values in the same order."""
     if name.endswith(STACKED) and config.experts is not None:
         return config.experts.count, shape[0] // config.experts.count, shape[1]
+    if name.endswith(gguf_latent.OF_HEADS):
+        return config.n_head, shape[0] // config.n_head, shape[1]
     return shape[1:] if name.endswith(SHARED_GATE) else shape
 
 
 def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
-    family = "llama" if config.family in ("mistral", "mixtral") else config.family  # known by a window, or experts
+    shared = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}  # known by a window, or experts
+    family = shared.get(config.family, config.family)
     written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
     found = [arch for arch, name in written.items() if name == family]
     if not found:
         known = ", ".join(written.values())
         raise NanoinferError(
-            f"models of the family {config.family} cannot be written as GGUF: only {known}, mistral and mixtral"
+            f"models of the family {config.family} cannot be written as GGUF: only {known}, {', '.join(shared)}"
         )
     return found[0]
 
@@ -178,8 +181,9 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
     }
     if (experts := config.experts) is not None:
         found |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
-        found["expert_feed_forward_length" if arch.startswith("qwen") else "feed_forward_length"] = experts.width
-        if experts.shared_width:
+        own = arch.startswith(("qwen", "deepseek"))
+        found["expert_feed_forward_length" if own else "feed_forward_length"] = experts.width
+        if experts.shared_width and config.latent is None:
             found["expert_shared_feed_forward_length"] = experts.shared_width
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
     if (rotary := _rotary(config)) is not None:
@@ -192,6 +196,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         }
         if rotary.scaling == "linear":
             found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
+    if config.latent is not None:
+        found |= gguf_latent.describe(config)
     if windowed.window is not None:
         found["attention.sliding_window"] = windowed.window
         if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:

@@ -133,7 +133,6 @@ def _heads(config: ModelConfig) -> tuple[int, int, int, int]:
 
 def from_stored(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """`Family.from_stored`. Layers after the last one, which predict further tokens, are left out."""
-    heads, plain, value, rank = _heads(config)
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
@@ -142,13 +141,25 @@ def from_stored(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[st
         if not name.endswith(f"{_KV}.weight"):
             found[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
             continue
-        if tensor.shape != (wanted := (heads * (plain + value), rank)):
-            raise NanoinferError(f"tensor {name} is {list(tensor.shape)}, but the config requires {list(wanted)}")
-        keys = lambda x: x.reshape(heads, -1, rank)[:, :plain].swapaxes(1, 2).reshape(-1, plain)  # noqa: E731
-        values = lambda x: x.reshape(heads, -1, rank)[:, plain:].reshape(-1, rank)  # noqa: E731
-        found[name.replace(_KV, _KEYS)] = ChangedTensor.of(tensor, (heads * rank, plain), keys)
-        found[name.replace(_KV, _VALUES)] = ChangedTensor.of(tensor, (heads * value, rank), values)
+        found[name.replace(_KV, _KEYS)], found[name.replace(_KV, _VALUES)] = split(config, name, tensor)
     return found
+
+
+def split(config: ModelConfig, name: str, tensor: StoredTensor) -> tuple[StoredTensor, StoredTensor]:
+    """Return k_b and v_b, which are computed from kv_b as they are read. Raise NanoinferError if its shape is wrong."""
+    heads, plain, value, rank = _heads(config)
+    if tensor.shape != (wanted := (heads * (plain + value), rank)):
+        raise NanoinferError(f"tensor {name} is {list(tensor.shape)}, but the config requires {list(wanted)}")
+
+    def keys(x: NDArray[Any]) -> NDArray[Any]:
+        found: NDArray[Any] = x.reshape(heads, -1, rank)[:, :plain].swapaxes(1, 2)
+        return found.reshape(-1, plain)
+
+    def values(x: NDArray[Any]) -> NDArray[Any]:
+        return x.reshape(heads, -1, rank)[:, plain:].reshape(-1, rank)
+
+    shapes = (heads * rank, plain), (heads * value, rank)
+    return ChangedTensor.of(tensor, shapes[0], keys), ChangedTensor.of(tensor, shapes[1], values)
 
 
 def to_stored(config: ModelConfig, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
