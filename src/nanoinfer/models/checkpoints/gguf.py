@@ -24,10 +24,10 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     STACKED,
     TOP,
     Architecture,
-    Metadata,
 )
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_latent import JOINED_HEADS, OF_HEADS
+from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check

@@ -180,9 +180,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         epsilon: float(config.norm_epsilon),
     }
     if (experts := config.experts) is not None:
-        found |= {"expert_count": experts.count, "expert_used_count": experts.per_token}
-        own = arch.startswith(("qwen", "deepseek"))
-        found["expert_feed_forward_length" if own else "feed_forward_length"] = experts.width
+        name = "expert_feed_forward_length" if arch.startswith(("qwen", "deepseek")) else "feed_forward_length"
+        found |= {"expert_count": experts.count, "expert_used_count": experts.per_token, name: experts.width}
         if experts.shared_width and config.latent is None:
             found["expert_shared_feed_forward_length"] = experts.shared_width
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())

@@ -7,14 +7,12 @@ A file with `key_length_mla` has one matrix of keys and one of values for each h
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.checkpoints.gguf_file import Value
+from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 from nanoinfer.models.families import FAMILIES
-
-if TYPE_CHECKING:
-    from nanoinfer.models.checkpoints.gguf_architectures import Metadata
 
 log = logging.getLogger("nanoinfer")
 
