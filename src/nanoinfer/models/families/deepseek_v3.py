@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and Kimi-K2's text model: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
+"""DeepSeek-V3, R1 and Moonlight: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
 
 Source: transformers, models/deepseek_v3.
 """
