@@ -18,6 +18,7 @@ from nanoinfer.engine_config import SchedulerConfig as SchedulerConfig
 from nanoinfer.engine_config import SpeculationConfig as SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.layer_config import Experts as Experts  # of this module to all others
+from nanoinfer.layer_config import Latent as Latent
 from nanoinfer.layer_config import LayerKind as LayerKind
 from nanoinfer.layer_config import Rotary as Rotary
 from nanoinfer.layer_config import check_kv_layers
@@ -120,6 +121,8 @@ class ModelConfig:
     """The mixture of experts in the layers that have one."""
     per_layer_dim: int = 0
     """Width of the embedding that each token has for each layer; 0: there is none."""
+    latent: Latent | None = None
+    """Latent attention, in all layers. head_size is then `Latent.head_dim`, and num_kv_heads is 1."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -175,8 +178,9 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
             raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
+        most = None if self.latent is None else self._check_latent(self.latent)
         for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
-            kind.check(self.at(i).head_dim)
+            kind.check(most or self.at(i).head_dim)
         check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
@@ -189,6 +193,18 @@ class ModelConfig:
         rotaries = {kind.rotary for kind in self.layers if kind.rotary is not None}
         if len({(r.query_growth, r.query_growth and r.original_context) for r in rotaries}) > 1:
             raise NanoinferError("query_growth differs between layers: give all rotated layers the same")
+
+    def _check_latent(self, latent: Latent) -> int:
+        """Return how much of a head may be rotated."""
+        if (self.head_dim, self.n_kv_head, self.norm) != (latent.head_dim, 1, "rms"):
+            raise NanoinferError(f"latent attention needs head_size={latent.head_dim}, num_kv_heads=1 and norm=rms")
+        found = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(self, name)]
+        found += [f"qk_norm={self.qk_norm}"] if self.qk_norm != "none" else []
+        found += [kind.differing for kind in self.layers if kind.differing is not None]
+        found += ["query_growth" for kind in self.layers if kind.rotary is not None and kind.rotary.query_growth]
+        if found:
+            raise NanoinferError(f"latent attention is not supported with {found[0]}")
+        return latent.rotary_dim
 
     @property
     def head_dim(self) -> int:
@@ -241,7 +257,12 @@ class ModelConfig:
         return "per-layer embeddings" if self.per_layer_dim else found
 
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
-        """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks."""
+        """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks.
+
+        Of latent attention: queries or 0, their latent or 0, and what the keys of all heads are made of.
+        """
+        if (latent := self.latent) is not None:
+            return 0 if latent.query_rank else self.n_head * latent.query_dim, latent.query_rank, latent.head_dim
         at = self.at(layer)
         return (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
 

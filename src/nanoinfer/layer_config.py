@@ -10,6 +10,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "proportional")
+SCORINGS = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096
 """Each expert of a config is described, before the weights are compared with their number."""
 
@@ -102,6 +103,16 @@ class Experts:
     """Whether the shared expert's output is multiplied by the sigmoid of a product with the input."""
     bias: bool = False
     """Whether the router and the matrices of the experts have biases, but for those of the shared expert."""
+    scoring: str = "softmax"
+    """softmax (over all experts) or sigmoid (of each logit): the scores, which choose experts and become weights."""
+    correction: bool = False
+    """Whether each expert has a number that is added to its score where experts are chosen, not in its weight."""
+    groups: int = 1
+    """Number of equal groups of consecutive experts. Only experts of the groups with the highest scores are chosen."""
+    groups_per_token: int = 1
+    """Number of groups whose experts may be chosen for a token."""
+    group_top: int = 1
+    """The score of a group is the sum of its so many highest scores."""
 
     def __post_init__(self) -> None:
         require_int("experts", self.count, 1, MAX_EXPERTS)
@@ -114,6 +125,52 @@ class Experts:
         require_bool("bias of experts", self.bias)
         if self.shared_gate and not self.shared_width:
             raise NanoinferError("shared_gate=True needs a shared expert: set shared_width")
+        require_choice("scoring", self.scoring, SCORINGS)
+        require_bool("correction", self.correction)
+        require_int("groups of experts", self.groups, 1, self.count)
+        if self.count % self.groups:
+            raise NanoinferError(f"experts={self.count} is not a multiple of groups of experts={self.groups}")
+        require_int("groups of experts per token", self.groups_per_token, 1, self.groups)
+        require_int("experts per token", self.per_token, 1, self.count // self.groups * self.groups_per_token)
+        require_int("experts that score a group", self.group_top, 1, self.count // self.groups)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products of one small vector.
+
+    Raises:
+        NanoinferError: a field is out of range.
+    """
+
+    rank: int
+    """Width of the latent of keys and values."""
+    rotary_dim: int
+    """Width of the rotated part of queries and keys; that of keys is shared by all heads."""
+    plain_dim: int
+    """Width of the other part of the queries and keys of a head."""
+    value_dim: int
+    """Width of the values of a head."""
+    query_rank: int = 0
+    """Width of the latent of queries; 0: they are a product of the layer's input."""
+    norm_epsilon: float = 1e-6
+    """Constant in the norms of the latents."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rotary_dim", "plain_dim", "value_dim"):
+            require_int(f"latent {name}", getattr(self, name), 1, 2**15)
+        require_int("latent query_rank", self.query_rank, 0, 2**16)
+        require_float("latent norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+
+    @property
+    def query_dim(self) -> int:
+        """Width of the queries of a head."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head in attention, where all heads share one key: the rotated part, then the latent."""
+        return self.rotary_dim + self.rank
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,18 @@ using namespace nanoinfer::test;
 namespace {
 
 constexpr std::int64_t kLayers = 2, kWidth = 72, kMlp = 200, kVocab = 97, kContext = 64, kPrompt = 37;
+constexpr std::int64_t kRank = 21, kTurned = 6, kPlain = 10, kValue = 13, kQueryRank = 14;
 constexpr std::int64_t kExperts = 6, kExpert = 40, kShared = 24;  // neither kExpert nor kWidth is a number of whole panels
 
 struct Case {
   WeightType weights;
   CacheType cache;
   bool experts = false;  // in the last layer, and gated MLPs
+  bool latent = false;   // attention; experts are then chosen by sigmoids, corrected and in groups
 
   std::string name() const {
-    return std::string(name_of(weights)) + " weights, " + name_of(cache) + " keys" + (experts ? ", experts" : "");
+    return std::string(name_of(weights)) + " weights, " + name_of(cache) + " keys" + (experts ? ", experts" : "") +
+           (latent ? ", latent" : "");
   }
   // Two of the model's variants are spread over the formats.
   bool tied() const { return cache != CacheType::bf16; }
@@ -50,6 +53,18 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
     shape.shared_dim = kShared;
     shape.sparse = {0, 1};
   }
+  if (c.latent) {
+    shape.n_kv_head = 1;
+    shape.head_dim = kRank + kTurned;
+    shape.latent_rank = kRank;
+    shape.latent_turned = kTurned;
+    shape.latent_plain = kPlain;
+    shape.latent_value = kValue;
+    shape.latent_query_rank = kQueryRank;
+    shape.sigmoid_experts = shape.corrected_experts = true;
+    shape.expert_groups = 3;
+    shape.groups_per_token = shape.group_top = 2;
+  }
   DecoderOptions options;
   options.weights = c.weights;
   options.cache = c.cache;
@@ -63,9 +78,9 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
     for (float& v : x) v += shift;
     d->load(name, {x.data(), ValueType::f32, rows, columns, columns, 1});
   };
-  const auto load_norm = [&](const std::string& name) {
-    load(name + ".weight", 1, kWidth, 0.1f, 1.0f);
-    load(name + ".bias", 1, kWidth, 0.1f, 0.0f);
+  const auto load_norm = [&](const std::string& name, std::int64_t width = kWidth) {
+    load(name + ".weight", 1, width, 0.1f, 1.0f);
+    load(name + ".bias", 1, width, 0.1f, 0.0f);
   };
   const auto load_linear = [&](const std::string& name, std::int64_t out, std::int64_t in) {
     load(name + ".weight", out, in, 0.15f, 0.0f);
@@ -76,8 +91,18 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
   for (std::int64_t i = 0; i < kLayers; ++i) {
     const std::string h = "transformer.h." + std::to_string(i) + ".";
     load_norm(h + "ln_1");
-    load_linear(h + "attn.c_attn", 3 * kWidth, kWidth);
-    load_linear(h + "attn.c_proj", kWidth, kWidth);
+    if (c.latent) {
+      load_linear(h + "attn.c_attn", kQueryRank + kRank + kTurned, kWidth);
+      load_norm(h + "attn.q_norm", kQueryRank);
+      load(h + "attn.q_b.weight", 3 * (kPlain + kTurned), kQueryRank, 0.3f, 0.0f);
+      load_norm(h + "attn.kv_norm", kRank);
+      load(h + "attn.k_b.weight", 3 * kRank, kPlain, 0.3f, 0.0f);
+      load(h + "attn.v_b.weight", 3 * kValue, kRank, 0.3f, 0.0f);
+      load_linear(h + "attn.c_proj", kWidth, 3 * kValue);
+    } else {
+      load_linear(h + "attn.c_attn", 3 * kWidth, kWidth);
+      load_linear(h + "attn.c_proj", kWidth, kWidth);
+    }
     load_norm(h + "ln_2");
     const auto load_mlp = [&](const std::string& mlp, std::int64_t width) {
       if (c.experts) load_linear(mlp + "c_gate", width, kWidth);
@@ -89,6 +114,7 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
       continue;
     }
     load(h + "mlp.router.weight", kExperts, kWidth, 1.0f, 0.0f);
+    if (c.latent) load(h + "mlp.correction.bias", 1, kExperts, 0.3f, 0.0f);
     load(h + "mlp.experts.c_gate.weight", kExperts * kExpert, kWidth, 0.15f, 0.0f);
     load(h + "mlp.experts.c_fc.weight", kExperts * kExpert, kWidth, 0.15f, 0.0f);
     load(h + "mlp.experts.c_proj.weight", kExperts * kWidth, kExpert, 0.15f, 0.0f);
@@ -199,5 +225,8 @@ int main(int argc, char** argv) {
   for (const WeightType weights : kTypes)
     for (const CacheType cache : kCaches) test_case(t, {weights, cache});
   for (const WeightType weights : kTypes) test_case(t, {weights, CacheType::f32, /*experts=*/true});
+  for (const CacheType cache : kCaches) test_case(t, {WeightType::i8, cache, /*experts=*/true, /*latent=*/true});
+  for (const WeightType weights : {WeightType::f32, WeightType::bf16})
+    test_case(t, {weights, CacheType::f32, /*experts=*/true, /*latent=*/true});
   return t.result();
 }

@@ -80,7 +80,10 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
     return [*found, engine.hidden().cpu().clone()]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("bitnet", "gemma4", "gpt_oss"))])
+REFUSED = ("bitnet", "deepseek", "gemma4", "gpt_oss")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(REFUSED)])
 @pytest.mark.slow_if(lambda case: case not in FAST)
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
@@ -126,10 +129,13 @@ def test_what_no_kernel_does_is_refused(name: str, tmp_path: Path) -> None:
     refuses(lambda: make_engine(gpt), f"engine triton has no kernel for {name}=True: use engine=cuda_graph")
 
 
-def test_a_family_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    model_of("gpt_oss", tmp_path)
-    message = "engine triton has no kernel for sinks=True, activation=clamped_silu: use engine=cuda_graph"
+@pytest.mark.parametrize(
+    ("case", "missing"), [("gpt_oss", "sinks=True, activation=clamped_silu"), ("deepseek_v3", "latent attention")]
+)
+def test_a_family_is_refused_before_its_weights_are_read(case: str, missing: str, tmp_path: Path) -> None:
+    families.make_folder(case, tmp_path)
     weights = replace(open_folder(tmp_path), read=lambda: pytest.fail("weights were read"))
+    message = f"engine triton has no kernel for {missing}: use engine=cuda_graph"
     refuses(lambda: registry.build(ENGINES["triton"], weights, EngineConfig(), "cpu"), message)
 
 

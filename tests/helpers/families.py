@@ -41,6 +41,11 @@ GEMMA4 = {
 }  # fmt: skip
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 OPT = {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 40}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10,
+    "v_head_dim": 7, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+}  # fmt: skip
 # Name -> (config class of transformers, fields beside SMALL's; None removes one)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32}),
@@ -214,11 +219,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": PLAIN, "num_key_value_heads": 1, "intermediate_size": 12,
         },
     ),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
+    "deepseek_v2-groups": (
+        "DeepseekV2Config",
+        LATENT
+        | {"topk_method": "group_limited_greedy", "n_routed_experts": 6, "n_group": 3, "topk_group": 2}
+        | {"routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        LATENT
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 2}
+        | {"v_head_dim": 12, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }  # fmt: skip
 
-EXPERTS = [case for case, (config, _) in CASES.items() if config == "MixtralConfig" or config.endswith("oeConfig")]
+EXPERTS = [case for case, (c, _) in CASES.items() if c.startswith(("Mixtral", "Deepseek")) or c.endswith("oeConfig")]
 """The cases with mixtures of experts that transformers stores in two forms."""
 
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -256,5 +275,7 @@ def make_folder(case: str, folder: Path) -> Any:
         for name, p in model.named_buffers():
             if name.endswith("layer_scalar"):
                 p.uniform_(0.6, 1.2)
+            if name.endswith("e_score_correction_bias"):
+                p.copy_(torch.randn_like(p) * 0.3)
     model.save_pretrained(folder)
     return model

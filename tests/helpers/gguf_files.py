@@ -110,7 +110,8 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
                  "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-                 "granitemoe": "granitemoe", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}  # fmt: skip
+                 "granitemoe": "granitemoe", "bitnet": "bitnet", "gpt_oss": "gpt-oss",
+                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}  # fmt: skip
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
@@ -133,6 +134,11 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "exp_probs_b": "exp_probs_b",
 }  # fmt: skip
 
 
@@ -146,6 +152,7 @@ def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
 
 def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
     """Return the name and the values of a tensor of transformers' in a GGUF file."""
+    name = name.replace("mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
     base, _, suffix = name.rpartition(".")
     prefix, kind = "", config.model_type
     if ".layers." in base or ".h." in base:
@@ -195,7 +202,7 @@ def metadata_of(config: Any) -> dict[str, Any]:
             "attention.key_length": width,
             "attention.value_length": width,
         }
-    found |= further_keys(config)
+    found |= further_keys(config) | latent_keys(config)
     if "partial_rotary_factor" in rope:
         found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
     if kind == "gpt_neox":
@@ -253,6 +260,40 @@ def further_keys(config: Any) -> dict[str, Any]:
         found["attention.sliding_window"] = config.sliding_window
     if kind == "exaone4" and config.sliding_window is not None:
         found["attention.sliding_window_pattern"] = np.array([t != "full_attention" for t in config.layer_types])
+    return found
+
+
+def latent_keys(config: Any) -> dict[str, Any]:
+    """Return the keys of files with one matrix for keys and values of all heads."""
+    if not config.model_type.startswith("deepseek"):
+        return {}
+    corrected, rope = config.model_type == "deepseek_v3", config.rope_parameters
+    found: dict[str, Any] = {
+        "attention.head_count_kv": config.num_attention_heads,
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_gating_func": 2 if corrected else 1,
+    }
+    if config.q_lora_rank:
+        found["attention.q_lora_rank"] = config.q_lora_rank
+    if corrected or config.topk_method == "group_limited_greedy":
+        found |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if rope["rope_type"] == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
     return found
 
 

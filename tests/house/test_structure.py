@@ -88,8 +88,8 @@ TORCH = {
     "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
     "engines/triton_layers.py", "kernels/triton", "kv/slots.py",
     "kv/tensors.py", "models/attention.py", "models/experts.py", "models/gpt.py", "models/gpt_loading.py",
-    "models/layers.py", "models/per_layer.py", "models/rounded_inputs.py", "models/shared_attention.py",
-    "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
+    "models/latent.py", "models/layers.py", "models/per_layer.py", "models/rounded_inputs.py",
+    "models/shared_attention.py", "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
 }  # fmt: skip
 
 

@@ -49,6 +49,11 @@ def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
         ({"scale": float("nan")}, "scale of experts=nan"),
         ({"shared_width": -1}, "width of the shared expert=-1"),
         ({"bias": 1}, "bias of experts=1 is not a bool"),
+        ({"scoring": "tanh"}, "scoring='tanh' is unknown: use one of softmax, sigmoid"),
+        ({"correction": 1}, "correction=1 is not a bool"),
+        ({"groups": 2}, "experts=5 is not a multiple of groups of experts=2"),
+        ({"groups": 5, "groups_per_token": 1}, "experts per token=2 is not an integer in [1, 1]"),
+        ({"group_top": 6}, "experts that score a group=6 is not an integer in [1, 5]"),
         ({"shared_width": 0}, "shared_gate=True needs a shared expert: set shared_width"),
     ],
 )

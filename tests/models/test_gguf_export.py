@@ -20,7 +20,7 @@ from helpers.models import TINY, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, GGUF_CASES  # noqa: E402
+from helpers.families import CASES, GGUF_CASES, YARN  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
 from helpers.gguf_files import convert  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
@@ -34,6 +34,7 @@ from nanoinfer.models.checkpoints.weights import Weights  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
 from nanoinfer.utils.arrays import HostTensor  # noqa: E402
 
+MSCALE = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 GRANITE = CASES["granite"][1]
 EXTRA = GGUF_CASES | {
     "gpt_neox-tied": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32, "tie_word_embeddings": True}),
@@ -42,6 +43,12 @@ EXTRA = GGUF_CASES | {
     "seed_oss-plain": ("SeedOssConfig", {"head_dim": 8}),
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
     "olmoe-all-heads": ("OlmoeConfig", CASES["olmoe"][1] | {"num_key_value_heads": 4}),
+    "deepseek_v3-yarn": ("DeepseekV3Config", CASES["deepseek_v3"][1] | {"rope_parameters": MSCALE}),
+    "deepseek_v2-27-layers": (  # llama.cpp takes a file for V2-Lite's, without a latent of queries, by its layers
+        "DeepseekV2Config",
+        CASES["deepseek_v2"][1] | {"rope_parameters": MSCALE, "v_head_dim": 12, "num_hidden_layers": 27},
+    ),
+    "deepseek_v2-latent-queries": ("DeepseekV2Config", CASES["deepseek_v2"][1] | {"q_lora_rank": 14}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
     "gpt_oss-64": ("GptOssConfig", CASES["gpt_oss"][1] | {"head_dim": 64, "rope_parameters": None}),
 }  # fmt: skip
@@ -78,6 +85,7 @@ REFUSED = {
     "qwen2_moe": "experts=Experts(count=5",
     "qwen2_moe-windows": "qwen2moe.attention.sliding_window=5",
     "qwen3_moe-mixed": "qwen3moe.attention.sliding_window=6",
+    "deepseek_v3-plain": "layers=",
     "olmoe-normalized": "experts=Experts(count=4",
     "gpt_oss-plain": "layers=",
     "gemma4": "family gemma4_text",
@@ -416,7 +424,9 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
                                   "stablelm-parallel", "cohere-plain", "cohere2", "exaone4-no-window",
                                   "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
-                                  "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64"])  # fmt: skip
+                                  "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64",
+                                  "deepseek_v2-27-layers", "deepseek_v2-latent-queries", "deepseek_v3",
+                                  "deepseek_v3-yarn"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
     """llama.cpp stores keys and values in float16. It rounds the range that the yarn of gpt_oss-64 blends."""
     from nanoinfer.models.gpt_loading import load_gpt

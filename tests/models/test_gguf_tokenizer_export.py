@@ -236,7 +236,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     assert found.chat_template == model.chat_template
 
 
-@pytest.mark.parametrize("kind", ["bytes", "scores", "characters", "nothing"])
+@pytest.mark.parametrize("kind", ["bytes", "deepseek-v3", "scores", "characters", "nothing"])
 def test_llama_cpp_splits_texts_into_the_same_tokens(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +244,8 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     vs_llamacpp = importlib.import_module("vs_llamacpp")
     made: dict[str, Tokenizer] = {
-        "bytes": with_special(gguf_tokenizer.SPLITS["smollm"]), "scores": train_sentencepiece(True),
+        "bytes": with_special(gguf_tokenizer.SPLITS["smollm"]),
+        "deepseek-v3": with_special(gguf_tokenizer.SPLITS["deepseek-v3"]), "scores": train_sentencepiece(True),
         "characters": CharTokenizer("\n !,.:?abcdefXYZ0"), "nothing": bpe(),
     }  # fmt: skip
     tokenizer, path = made[kind], tmp_path / "a.gguf"

@@ -27,6 +27,15 @@ SHAPES = {
     "shared": replace(MIXED, experts=Experts(5, 2, 40, True, shared_width=24, shared_gate=True), norm_placement="both"),
     "shared, no gate": replace(MIXED, experts=Experts(5, 5, 7, True, shared_width=33), residual_scale=0.5),
     "one": replace(MIXED, experts=Experts(1, 1, 32, True)),
+    "sigmoids, corrected, in groups": replace(
+        MIXED,
+        experts=Experts(12, 3, 16, True, scoring="sigmoid", correction=True, groups=4, groups_per_token=2, group_top=2),
+    ),
+    "groups of a softmax": replace(MIXED, experts=Experts(6, 2, 16, False, groups=3, groups_per_token=2)),
+    "sums of a softmax": replace(
+        MIXED, experts=Experts(6, 2, 16, False, groups=2, groups_per_token=1, group_top=3, correction=True)
+    ),
+    "sigmoids": replace(MIXED, experts=Experts(6, 2, 16, False, scoring="sigmoid")),
     "many": replace(MIXED, experts=Experts(60, 8, 16, True)),
     "biased": replace(
         MIXED, n_embd=48, experts=Experts(7, 3, 33, True, bias=True), activation="clamped_silu", sinks=True

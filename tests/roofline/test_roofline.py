@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.errors import refuses
 from helpers.models import TINY, make_limits, make_model
-from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
+from nanoinfer.config import Experts, Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.static import StaticEngine
@@ -56,6 +56,13 @@ FAMILIES = {
     ),
     "bitnet": replace(
         RMS, family="bitnet", sub_norms=True, activation="relu2", layers=(LayerKind(None, Rotary(8)),) * 2
+    ),
+    "deepseek_v2": replace(
+        RMS, family="deepseek_v2", num_kv_heads=1, head_size=14, latent=Latent(10, 4, 6, 12, query_rank=8),
+        attention_scale=0.3, layers=(LayerKind(None, Rotary(4)),) * 2,
+    ),
+    "deepseek_v2, no latent of queries": replace(
+        RMS, family="deepseek_v2", num_kv_heads=1, head_size=14, latent=Latent(10, 4, 6, 12), n_layer=1,
     ),
     "nanochat": replace(
         RMS, family="nanochat", gated_mlp=False, norm_weight="none", embedding_norm=True, qk_norm="head",
@@ -99,6 +106,9 @@ def counting() -> Iterator[FlopCounterMode]:
         yield counter
 
 
+_WITH_WEIGHTS = ("linear", "layer_norm", "rms_norm", "gelu", "einsum")
+
+
 class Touched(TorchDispatchMode):
     """Logs which weights, cached tensors and activations the operations of a step are given, in bytes."""
 
@@ -112,7 +122,8 @@ class Touched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        flat = [b for a in args for b in (a if isinstance(a, (tuple, list)) else (a,))]
+        tensors = [a for a in flat if isinstance(a, torch.Tensor)]
         if name == "embedding":
             self.lookups.add(tensors[0].data_ptr())
         elif name == "scaled_dot_product_attention":
@@ -121,7 +132,7 @@ class Touched(TorchDispatchMode):
             self.activations += q.nbytes + out.nbytes
         elif name == "index_put_":  # new keys or values: read once, written once
             self.activations += 2 * tensors[-1].nbytes if len(tensors) > 1 else 0
-        elif name in ("linear", "layer_norm", "rms_norm", "gelu") or (name == "add" and out.is_floating_point()):
+        elif name in _WITH_WEIGHTS or (name == "add" and out.is_floating_point()):
             for t in tensors:
                 if t.data_ptr() in self._parameters:
                     self.weights[t.data_ptr()] = t.nbytes

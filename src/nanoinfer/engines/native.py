@@ -207,9 +207,17 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         )
         options.normalize_experts, options.expert_scale = experts.normalize, experts.scale
         options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
+        options.sigmoid_experts, options.corrected_experts = experts.scoring == "sigmoid", experts.correction
+        options.expert_groups, options.groups_per_token = experts.groups, experts.groups_per_token
+        options.group_top = experts.group_top
         options.sparse = [int(kind.experts) for kind in kinds]
     if model.differing is not None:
         options.layers = [_layer_shape(model, i) for i in range(model.n_layer)]
+    if (latent := model.latent) is not None:
+        options.latent_rank, options.latent_turned, options.latent_plain, options.latent_value = (
+            latent.rank, latent.rotary_dim, latent.plain_dim, latent.value_dim,
+        )  # fmt: skip
+        options.latent_query_rank, options.latent_epsilon = latent.query_rank, latent.norm_epsilon
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):

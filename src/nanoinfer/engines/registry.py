@@ -197,7 +197,8 @@ def build(
             " start the process with multiprocessing's method spawn, or use engine=native",
             spec.name,
         )
-    if spec.native and weights.block_formats and config.quantization is None and config.kv_cache_dtype == "auto":
+    costly = weights.config.latent is not None if config.quantization else weights.block_formats
+    if spec.native and costly and config.kv_cache_dtype == "auto":
         config = replace(config, kv_cache_dtype="bfloat16")  # 8 bits cost quality (docs/quality.md)
     module, _, name = spec.target.partition(":")
     if limits is None:

@@ -44,7 +44,7 @@ from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import soft_cap
-from nanoinfer.models.gpt import GPT, MLP
+from nanoinfer.models.gpt import GPT, MLP, Attention
 from nanoinfer.models.layers import GatedMLP, Rotation
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
@@ -109,6 +109,8 @@ class TritonEngine(CudaGraphEngine):
         missing = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(config, name)]
         if config.activation not in ACTIVATIONS:
             missing.append(f"activation={config.activation}")
+        if config.latent is not None:
+            missing.append("latent attention")
         if config.differing is not None:
             missing.append(config.differing)
         if missing:
@@ -163,7 +165,7 @@ class TritonEngine(CudaGraphEngine):
     def _project(self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
         layer, weight = self._layers[index], self._weight("attn.c_attn", index)
-        attn = layer.block.attn
+        attn = cast(Attention, layer.block.attn)
         if layer.stores:
             product(x, weight, q, layer.ln_1, Epilogue(attn.c_attn.bias, store=pages))
             return

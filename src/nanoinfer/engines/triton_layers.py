@@ -16,7 +16,7 @@ from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.rows import Norm
-from nanoinfer.models.gpt import GPT, Block, LayerNorm
+from nanoinfer.models.gpt import GPT, Attention, Block, LayerNorm
 from nanoinfer.models.layers import RMSNorm
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
@@ -69,7 +69,8 @@ def _layer(config: ModelConfig, kind: LayerKind, block: Block, mlp: int | None) 
 
 def _norm_of_heads(block: Block, ones: Tensor) -> Norm:
     """Return the norms of queries and of keys, stacked."""
-    q, k = (cast(Norm, norm_of(module, ones)) for module in (block.attn.q_norm, block.attn.k_norm))
+    attn = cast(Attention, block.attn)
+    q, k = (cast(Norm, norm_of(module, ones)) for module in (attn.q_norm, attn.k_norm))
     bias = None if q.bias is None else torch.stack((q.bias, cast(Tensor, k.bias)))
     return Norm(torch.stack((q.weight, k.weight)), bias, q.eps, q.rms)
 

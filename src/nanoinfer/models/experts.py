@@ -25,22 +25,49 @@ CHUNK = 64
 """Tokens for which all experts are computed at once: E * CHUNK * F hidden values are in memory."""
 
 
-def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the chosen experts, (N, k) int64 in ascending order, and their weights, (N, k) float32.
 
-    Of equal logits, that of the lower index is chosen. If a logit is not finite, the weights of its token are NaN.
+    Of equal scores, that of the lower index is chosen. If a logit is not finite, the weights of its token are NaN.
 
     Args:
         logits: of the router, (N, E).
         experts: the mixture.
+        correction: (E), added to the scores where experts are chosen; None: there is none.
     """
     logits = logits.float()
-    ranked = logits.sort(dim=-1, descending=True, stable=True).indices  # topk may choose either of equal ones
-    chosen = ranked[:, : experts.per_token].sort(dim=-1).values
-    weights = logits.softmax(-1).gather(-1, chosen)
+    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+    ranks = logits if experts.group_top == 1 else scores  # logits: rounding may make different scores equal
+    if correction is not None:
+        ranks = scores + correction
+    if experts.groups > 1:
+        ranks = _within_groups(ranks, experts)
+    chosen = _first(ranks, experts.per_token).sort(dim=-1).values
+    weights = scores.gather(-1, chosen)
     if experts.normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
     return chosen, weights * experts.scale + (logits * 0.0).sum(-1, keepdim=True)
+
+
+def _first(ranks: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest values, (N, count), highest first; topk may choose either of equal ones."""
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _within_groups(ranks: Tensor, experts: Experts) -> Tensor:
+    """Return ranks, (N, E), of the experts of the groups with the highest scores, and -inf for all others."""
+    groups = ranks.view(len(ranks), experts.groups, -1)  # (N, groups, experts of a group)
+    best = groups.sort(dim=-1, descending=True).values[..., : experts.group_top].sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _first(best, experts.groups_per_token), True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+
+
+class Correction(nn.Module):
+    """What is added to the score of each expert where experts are chosen (`Experts.correction`), in float32."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(count))
 
 
 class Stack(nn.Module):
@@ -79,6 +106,7 @@ class ExpertMLP(nn.Module):
         assert config.experts is not None
         self.config = experts = config.experts
         self.router = nn.Linear(config.n_embd, experts.count, bias=experts.bias)
+        self.correction = Correction(experts.count) if experts.correction else None
         widths = {
             "c_gate": (experts.width, config.n_embd),
             "c_fc": (experts.width, config.n_embd),
@@ -97,7 +125,8 @@ class ExpertMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of the chosen experts of x, (..., C), same shape."""
         rows = x.reshape(-1, x.shape[-1])  # (N, C)
-        chosen, weights = route(self.router(rows), self.config)
+        correction = None if self.correction is None else self.correction.bias.float()
+        chosen, weights = route(self.router(rows), self.config, correction)
         if not self.static_shapes:
             y = self._one_by_one(rows, chosen, weights)
         elif chosen.numel() <= self.config.count:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
+from nanoinfer.models.latent import LatentAttention
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
@@ -128,9 +129,12 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        shared = kind.num_projections < 3 or kind.value_norm
-        self.attn: Attention | SharedAttention = (
-            SharedAttention(config, kind, make_norm) if shared else Attention(config)
+        self.attn: Attention | LatentAttention | SharedAttention = (
+            LatentAttention(config)
+            if config.latent is not None
+            else SharedAttention(config, kind, make_norm)
+            if kind.num_projections < 3 or kind.value_norm
+            else Attention(config)
         )
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")

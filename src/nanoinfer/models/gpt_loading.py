@@ -16,7 +16,11 @@ def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:
     dtype = torch_dtype(weights.dtype)
     with torch.device("meta"):  # names and shapes, but no memory for weights
         model = GPT(weights.config)
-    state = {name: to_torch(tensor).to(device, dtype) for name, tensor in weights.read()}
+    exact = "correction.bias"  # 16 bits do not tell apart what it tells apart
+    state = {
+        name: to_torch(tensor).to(device, torch.float32 if name.endswith(exact) else dtype)
+        for name, tensor in weights.read()
+    }
     if weights.config.tie_word_embeddings:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     model.load_state_dict(state, assign=True)

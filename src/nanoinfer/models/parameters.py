@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import Latent, ModelConfig
 from nanoinfer.utils.arrays import HostTensor
 
 LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
@@ -67,11 +67,25 @@ def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     at, widths = config.at(layer), config.qkv_widths(layer)
     found: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
     found |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
+    if (latent := config.latent) is not None:
+        return found | _latent_shapes(config, latent, name)
     found |= _linear(config, f"{name}.c_proj", config.n_embd, at.attn_dim, "proj")
     if config.qk_norm != "none":
         for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
             found |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
     return found | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
+
+
+def _latent_shapes(config: ModelConfig, latent: Latent, name: str) -> Shapes:
+    """Return the parameters of latent attention but c_attn's."""
+    H, found = config.n_head, Shapes()
+    if latent.query_rank:
+        found |= _norm(config, f"{name}.q_norm", latent.query_rank)
+        found[f"{name}.q_b.weight"] = (H * latent.query_dim, latent.query_rank)
+    found |= _norm(config, f"{name}.kv_norm", latent.rank)
+    found[f"{name}.k_b.weight"] = (H * latent.rank, latent.plain_dim)
+    found[f"{name}.v_b.weight"] = (H * latent.value_dim, latent.rank)
+    return found | _linear(config, f"{name}.c_proj", config.n_embd, H * latent.value_dim, "proj")
 
 
 def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
@@ -96,6 +110,8 @@ def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
         found.append((f"{name}.weight", shape))
         if experts.bias:
             found.append((f"{name}.bias", shape[:1]))
+        if name == "router" and experts.correction:
+            found.append(("correction.bias", (E,)))
     if S:
         found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
     if experts.shared_gate:

@@ -56,8 +56,13 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
     "c_gate": MATRIX_PRODUCTS,
+    "q_b": MATRIX_PRODUCTS,
+    "k_b": MATRIX_PRODUCTS,
+    "v_b": MATRIX_PRODUCTS,
     "lm_head": OUTPUT_HEAD,
-    **dict.fromkeys(("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "sub_norm", "ln_e", "ln_f"), NORMS),
+    **dict.fromkeys(
+        ("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "kv_norm", "sub_norm", "ln_e", "ln_f"), NORMS
+    ),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,
 }
@@ -177,10 +182,11 @@ def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitSta
     from torch import nn
 
     from nanoinfer.models.gpt import Attention, Block
+    from nanoinfer.models.latent import LatentAttention
 
     for name, module in model.named_modules():
         part = RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
-        if isinstance(module, Attention) and ATTENTION in parts:
+        if isinstance(module, (Attention, LatentAttention)) and ATTENTION in parts:
             hooks.callback(module.register_forward_pre_hook(_attend_hook(spans)).remove)
         elif part is not None and part in parts and not isinstance(module, nn.Identity):
             hooks.callback(module.register_forward_pre_hook(lambda *_, part=part: spans.enter(part)).remove)
@@ -212,5 +218,6 @@ def tells_apart(spans: Spans, config: ModelConfig) -> bool:
 
 
 def _num_products(config: ModelConfig) -> int:
-    """Return the number of matrix products of all layers: c_attn, c_proj, c_fc, c_proj, and c_gate if there is one."""
-    return (5 if config.gated_mlp else 4) * config.n_layer
+    """Return the number of matrix products of all layers: c_attn, c_proj, c_fc, c_proj, and those of some models."""
+    latent = 0 if config.latent is None else 2 + bool(config.latent.query_rank)
+    return ((5 if config.gated_mlp else 4) + latent) * config.n_layer

@@ -248,7 +248,7 @@ def _step(
     layers = tuple(
         (
             Cost(
-                tokens * (2 * C * (sum(config.qkv_widths(of[0])) + config.at(of[0]).attn_dim))
+                tokens * (2 * sum(rows * columns for _, rows, columns in _attention_matrices(config, of[0])))
                 + products(w) * (2 * config.at(of[0]).attn_dim),  # q k^T and scores v: 2 products over all heads
                 Poly.of({(0, 0): attention}) + kv_cache_layer(config.at(of[0]), fmt, reach(w)),
             ),
@@ -265,6 +265,17 @@ def _step(
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
     return StepCost(layers, head, activations)
+
+
+def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int, int]]:
+    """Return the matrices of a layer's attention: name, rows, columns."""
+    C, H, latent = config.n_embd, config.n_head, config.latent
+    qkv = ("attn.c_attn", sum(config.qkv_widths(layer)), C)
+    if latent is None:
+        return [qkv, ("attn.c_proj", C, config.at(layer).attn_dim)]
+    q_b = [("attn.q_b", H * latent.query_dim, latent.query_rank)] if latent.query_rank else []
+    kv = [("attn.k_b", H * latent.rank, latent.plain_dim), ("attn.v_b", H * latent.value_dim, latent.rank)]
+    return [qkv, *q_b, *kv, ("attn.c_proj", C, H * latent.value_dim)]
 
 
 def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
@@ -295,10 +306,12 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
     of_attention = len(config.block_norms) - of_mlp
     qk_norm = {"none": 0, "head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}[config.qk_norm]
+    if (latent := config.latent) is not None:
+        qk_norm = latent.query_rank + latent.rank
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
     vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
     vectors += config.sinks * at.n_head
-    attention = matrix("attn.c_attn", sum(widths), C) + matrix("attn.c_proj", C, A) + vectors * s
+    attention = sum(matrix(*of) for of in _attention_matrices(config, layer)) + vectors * s
     norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
     if P := config.per_layer_dim:
         inputs = fmt.of("transformer.per_layer.c_in.weight").matrix_bytes(P, C)  # of c_in's rows, this layer's
@@ -310,7 +323,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
         shared += matrix("mlp.shared.c_proj", C, S) if S else 0
         router = E * (C + config.experts.bias) + config.experts.shared_gate * C
-        return attention, norms + shared + router * s, of_all // E + config.experts.bias * (2 * D + C) * s
+        shared += router * s + E * config.experts.correction * 4
+        return attention, norms + shared, of_all // E + config.experts.bias * (2 * D + C) * s
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
@@ -328,13 +342,17 @@ def _token_activations(config: ModelConfig) -> int:
 
 def _layer_activations(config: ModelConfig, layer: int) -> int:
     """Return `_token_activations` of one layer."""
-    at, kind, widths = config.at(layer), config.layer(layer), config.qkv_widths(layer)
-    C, F, A, projected = config.n_embd, at.mlp_dim, at.attn_dim, sum(widths)
+    at, kind, latent = config.at(layer), config.layer(layer), config.latent
+    C, F, A, K = config.n_embd, at.mlp_dim, at.attn_dim, at.kv_dim
+    widths = config.qkv_widths(layer) if latent is None else (A, K, K)
     # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
     # activation 2F, c_proj F + C.
-    found = 2 * len(config.block_norms) * C + 8 * C + 4 * A + 3 * (projected - A)
+    found = 2 * len(config.block_norms) * C + 8 * C + 4 * A + 3 * (sum(widths) - A)
     if config.qk_norm != "none":
         found += 2 * sum(widths[:2])
+    if latent is not None:  # c_attn's other outputs, norms 2R each, q_b R + Q, k_b Q + A, v_b A + V, c_proj V
+        Q, V, R = config.n_head * latent.query_dim, config.n_head * latent.value_dim, latent.query_rank
+        found += sum(config.qkv_widths(layer)) + 2 * latent.rank + Q + 2 * V - 2 * K + (3 * R + Q if R else 0)
     if config.residual_scale is not None:
         found += 4 * C
     if kind.rotary is not None:

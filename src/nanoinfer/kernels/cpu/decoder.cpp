@@ -115,7 +115,28 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
             "experts_per_token must be from 1 to num_experts=" + str(s.num_experts) + ": " + str(s.experts_per_token));
     check_float("expert_scale", s.expert_scale, 1e-6f, 1e6f);
     require(!s.shared_gate || s.shared_dim, "shared_gate needs shared_dim");
+    require(s.expert_groups >= 1 && s.num_experts % s.expert_groups == 0,
+            "num_experts=" + str(s.num_experts) + " is not a multiple of expert_groups=" + str(s.expert_groups));
+    const std::int64_t size = s.num_experts / s.expert_groups;
+    require(s.groups_per_token >= 1 && s.groups_per_token <= s.expert_groups &&
+                s.experts_per_token <= size * s.groups_per_token,
+            "groups_per_token must be at most expert_groups, and its groups must have experts_per_token experts: " +
+                str(s.groups_per_token));
+    require(s.group_top >= 1 && s.group_top <= size, "group_top is out of range: " + str(s.group_top));
     require(!s.parallel_residual && !s.shared_norm, "experts are not supported in parallel with attention");
+  }
+  if (s.latent_rank) {
+    for (const std::int64_t width : {s.latent_rank, s.latent_turned, s.latent_plain, s.latent_value})
+      check_size("a width of latent attention", width);
+    check_size("latent_query_rank", s.latent_query_rank, 0);
+    check_size("latent attention's outputs", std::max({s.down_dim(), s.n_head * s.query_dim(), s.values_dim()}));
+    check_float("latent_epsilon", s.latent_epsilon, 0, 1);
+    require(s.head_dim == s.latent_rank + s.latent_turned && s.n_kv_head == 1 && !s.head_norm && !s.whole_norm,
+            "latent attention needs head_dim=" + str(s.latent_rank + s.latent_turned) + ", n_kv_head=1 and no qk_norm");
+    require(!s.sinks && !s.sub_norms && !s.rounded_inputs, "latent attention has no sinks, sub_norms or rounded_inputs");
+    for (const LayerShape& l : s.layers)
+      require(l.n_head == s.n_head && l.n_kv_head == 1 && l.head_dim == s.head_dim && l.num_projections == 3 && !l.value_norm,
+              "latent attention needs the same heads in all layers");
   }
   for (const std::int64_t one : s.sparse)
     require(one == 0 || (one == 1 && s.num_experts), "sparse must be 0, or 1 in a model with experts: " + str(one));
@@ -182,8 +203,9 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
     layer.sinks.resize(l.n_head);
     slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = l.n_head};
   }
-  add_parts(prefix + "attn.c_attn", layer.c_attn, q + (l.num_projections - 1) * kv, C);
-  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
+  add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : q + (l.num_projections - 1) * kv, C);
+  if (s.latent_rank) add_latent(prefix + "attn.", layer);
+  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
   if (s.head_norm || s.whole_norm) {
     add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? l.head_dim : q);
     if (l.num_projections > 1) add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? l.head_dim : kv);
@@ -228,6 +250,10 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
   slots_[prefix + "router.bias"] = {.vector = biases, .columns = E, .optional = true};
   router_bytes_ += w.router_memory.size();
   slots_[prefix + "router.weight"] = {.matrix = &router, .panels = w.router_memory.data(), .scale = biases, .rows = E, .columns = C};
+  if (s.corrected_experts) {
+    w.correction.resize(E);
+    slots_[prefix + "correction.bias"] = {.vector = w.correction.data(), .columns = E};
+  }
   add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/true);
   add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/true);
   require(same_inputs(w.c_gate, w.c_fc),
@@ -384,6 +410,9 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
     }
     found[h + "attn.c_attn.weight"] = pass_.input_squares(w.c_attn[0]);
     found[h + "attn.c_proj.weight"] = pass_.input_squares(w.c_proj);
+    if (model_.shape.latent_rank)
+      for (const auto& [name, matrix] : {std::pair{"q_b", &w.q_b}, {"k_b", &w.k_b}, {"v_b", &w.v_b}})
+        if (matrix->in) found[h + "attn." + name + ".weight"] = pass_.input_squares(*matrix);
     if (w.experts) {
       found[h + "mlp.experts.c_fc.weight"] = pass_.input_squares(w.experts->c_fc);
       found[h + "mlp.experts.c_gate.weight"] = found[h + "mlp.experts.c_fc.weight"];

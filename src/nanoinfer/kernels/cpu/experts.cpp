@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -13,17 +14,12 @@ namespace {
 
 constexpr std::int64_t kGateFloats = 1 << 16;  // as in forward.cpp
 
-std::int64_t stride_of(std::int64_t n) { return ((n + kPanel - 1) / kPanel | 1) * kPanel; }
+}  // namespace
 
-// The outputs of an expert are `width` rows of the matrix of all experts. They need not begin with a panel: then the first
-// and the last panel also have outputs of its neighbours, which are computed and not read.
-std::int64_t shift_of(std::int64_t expert, std::int64_t width) { return expert * width % kPanel; }
-
-// The panels of one expert.
-Matrix expert_of(const Matrix& all, std::int64_t expert, std::int64_t width) {
+Matrix part_of(const Matrix& all, std::int64_t part, std::int64_t width) {
   Matrix one = all;
-  const std::int64_t first = expert * width / kPanel;
-  one.panels = ((expert + 1) * width + kPanel - 1) / kPanel - first;
+  const std::int64_t first = part * width / kPanel;
+  one.panels = ((part + 1) * width + kPanel - 1) / kPanel - first;
   one.out = one.panels * kPanel;
   one.data += first * all.panel_bytes;
   one.scale += first * kPanel;
@@ -31,20 +27,23 @@ Matrix expert_of(const Matrix& all, std::int64_t expert, std::int64_t width) {
   return one;
 }
 
-}  // namespace
-
 Mixture::Mixture(const DecoderShape& s)
-    : x_stride(stride_of(s.n_embd)),
-      logit_stride(stride_of(s.num_experts)),
+    : x_stride(row_stride(s.n_embd)),
+      logit_stride(row_stride(s.num_experts)),
       n_embd_(s.n_embd),
       num_experts_(s.num_experts),
       per_token_(s.experts_per_token),
       expert_dim_(s.expert_dim),
       normalize_(s.normalize_experts),
+      sigmoid_(s.sigmoid_experts),
+      groups_count_(s.expert_groups),
+      groups_per_token_(s.groups_per_token),
+      group_top_(s.group_top),
       scale_(s.expert_scale),
       choices_(kMaxRows * s.experts_per_token),
-      hidden_stride_(stride_of(panels_of(s.expert_dim) * kPanel)),
-      out_stride_(stride_of(panels_of(s.n_embd) * kPanel)),
+      hidden_stride_(row_stride(panels_of(s.expert_dim) * kPanel)),
+      out_stride_(row_stride(panels_of(s.n_embd) * kPanel)),
+      ranks_(3 * kMaxRows * num_experts_),
       weight_(choices_),
       expert_(choices_),
       slot_(choices_),
@@ -65,29 +64,66 @@ Mixture::Mixture(const DecoderShape& s)
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
 }
 
-// The largest logits; of equal ones that of the expert with the lower index. If one is not finite, the weights are NaN.
-void Mixture::choose(std::int64_t row) {
-  const float* logit = logits + row * logit_stride;
+// The highest scores; of equal ones that of the expert with the lower index. If a logit is not finite, the weights are NaN.
+void Mixture::choose(std::int64_t row, const std::vector<float>& correction) {
+  float* logit = logits + row * logit_stride;
   std::int64_t* chosen = expert_.data() + row * per_token_;
   float* weight = weight_.data() + row * per_token_;
-  for (std::int64_t i = 0; i < per_token_; ++i) {
-    std::int64_t best = -1;
-    for (std::int64_t e = 0; e < num_experts_; ++e) {
-      if (best >= 0 && !(logit[e] > logit[best])) continue;
-      if (std::find(chosen, chosen + i, e) == chosen + i) best = e;
-    }
-    chosen[i] = best;
-  }
-  std::sort(chosen, chosen + per_token_);
   float largest = logit[0], sum = 0, zero = 0;
   for (std::int64_t e = 0; e < num_experts_; ++e) {
     largest = std::max(largest, logit[e]);
     zero += 0 * logit[e];
   }
-  for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = std::exp(logit[chosen[i]] - largest);
-  if (normalize_) sum = std::accumulate(weight, weight + per_token_, 0.0f);
+  if (sigmoid_)
+    for (std::int64_t e = 0; e < num_experts_; ++e) logit[e] = 1 / (1 + std::exp(-logit[e]));
+  const float* rank = logit;  // of a softmax, logits have the order of the scores
+  if (!correction.empty() || groups_count_ > 1) {
+    float* own = ranks_.data() + 3 * row * num_experts_;
+    const bool scores = !sigmoid_ && (!correction.empty() || group_top_ > 1);
+    for (std::int64_t e = 0; e < num_experts_; ++e) own[e] = scores ? std::exp(logit[e] - largest) : logit[e];
+    if (scores) {
+      const float all = std::accumulate(own, own + num_experts_, 0.0f);
+      for (std::int64_t e = 0; e < num_experts_; ++e) own[e] /= all;
+    }
+    for (std::size_t e = 0; e < correction.size(); ++e) own[e] += correction[e];
+    if (groups_count_ > 1 && zero == 0) keep_groups(own, own + num_experts_);
+    rank = own;
+  }
+  for (std::int64_t i = 0; i < per_token_; ++i) {
+    std::int64_t best = -1;
+    for (std::int64_t e = 0; e < num_experts_; ++e) {
+      if (best >= 0 && !(rank[e] > rank[best])) continue;
+      if (std::find(chosen, chosen + i, e) == chosen + i) best = e;
+    }
+    chosen[i] = best;
+  }
+  std::sort(chosen, chosen + per_token_);
+  for (std::int64_t i = 0; i < per_token_; ++i)
+    weight[i] = sigmoid_ ? logit[chosen[i]] : std::exp(logit[chosen[i]] - largest);
+  if (normalize_) sum = std::accumulate(weight, weight + per_token_, 0.0f) + 1e-20f;  // sigmoids may all be 0
+  else if (sigmoid_) sum = 1;
   else for (std::int64_t e = 0; e < num_experts_; ++e) sum += std::exp(logit[e] - largest);
   for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = weight[i] / sum * scale_ + zero;
+}
+
+// Set the ranks of experts of other groups than the best ones to -inf. scratch: 2 num_experts floats.
+void Mixture::keep_groups(float* rank, float* scratch) const {
+  const std::int64_t size = num_experts_ / groups_count_;
+  float *score = scratch, *sorted = scratch + num_experts_;
+  for (std::int64_t g = 0; g < groups_count_; ++g) {
+    std::copy_n(rank + g * size, size, sorted);
+    std::partial_sort(sorted, sorted + group_top_, sorted + size, std::greater<>());
+    score[g] = std::accumulate(sorted, sorted + group_top_, 0.0f);
+  }
+  float* kept = std::fill_n(sorted, groups_count_, 0.0f) - groups_count_;
+  for (std::int64_t i = 0; i < groups_per_token_; ++i) {
+    std::int64_t best = -1;
+    for (std::int64_t g = 0; g < groups_count_; ++g)
+      if (kept[g] == 0 && (best < 0 || score[g] > score[best])) best = g;
+    kept[best] = 1;
+  }
+  for (std::int64_t g = 0; g < groups_count_; ++g)
+    if (kept[g] == 0) std::fill_n(rank + g * size, size, -INFINITY);
 }
 
 void Mixture::group(std::int64_t num_rows) {
@@ -109,8 +145,6 @@ void Mixture::group(std::int64_t num_rows) {
     row_of_[slot_[i]] = i / per_token_;
   }
 }
-
-std::int64_t Mixture::panels_of(std::int64_t width) { return width / kPanel + (width % kPanel ? 2 : 0); }
 
 std::int64_t Mixture::most_hidden_items() const {
   std::int64_t rows = 1;
@@ -151,7 +185,7 @@ void Mixture::each(Range items, std::int64_t width, F&& f) const {
 
 void Mixture::multiply_hidden(const Kernels& kernels, const ExpertWeights& w, Epilogue activation, Range items) const {
   each(items, expert_dim_, [&](const Group& g, Range part) {
-    const Matrix gate = expert_of(w.c_gate, g.expert, expert_dim_), fc = expert_of(w.c_fc, g.expert, expert_dim_);
+    const Matrix gate = part_of(w.c_gate, g.expert, expert_dim_), fc = part_of(w.c_fc, g.expert, expert_dim_);
     const std::int64_t end = std::min(part.end, fc.panels);
     if (part.begin >= end) return;
     kernels.matmul(task(gate, g, hidden_, hidden_stride_, activation), part.begin, end);
@@ -161,7 +195,7 @@ void Mixture::multiply_hidden(const Kernels& kernels, const ExpertWeights& w, Ep
 
 void Mixture::multiply_output(const Kernels& kernels, const ExpertWeights& w, Range items) const {
   each(items, n_embd_, [&](const Group& g, Range part) {
-    const Matrix proj = expert_of(w.c_proj, g.expert, n_embd_);
+    const Matrix proj = part_of(w.c_proj, g.expert, n_embd_);
     const std::int64_t end = std::min(part.end, proj.panels);
     if (part.begin < end) kernels.matmul(task(proj, g, out_, out_stride_, Epilogue::store), part.begin, end);
   });

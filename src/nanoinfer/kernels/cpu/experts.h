@@ -13,6 +13,13 @@
 
 namespace nanoinfer {
 
+// The outputs of a part of a stack of matrices are `width` rows of it. They need not begin with a panel: then the first and
+// the last panel also have outputs of its neighbours, which are computed and not read.
+constexpr std::int64_t shift_of(std::int64_t part, std::int64_t width) { return part * width % kPanel; }
+// The panels of one part, and their largest number.
+Matrix part_of(const Matrix& all, std::int64_t part, std::int64_t width);
+constexpr std::int64_t panels_of(std::int64_t width) { return width / kPanel + (width % kPanel ? 2 : 0); }
+
 class Mixture {
  public:
   explicit Mixture(const DecoderShape& shape);
@@ -21,8 +28,8 @@ class Mixture {
   float *x, *logits;
   const std::int64_t x_stride, logit_stride;
 
-  // Choose the experts of a row, whose logits are there.
-  void choose(std::int64_t row);
+  // Choose the experts of a row, whose logits are there and may be changed. correction: (num_experts), or none.
+  void choose(std::int64_t row, const std::vector<float>& correction);
   // Give the choices of rows [0, num_rows) their slots; every row has chosen.
   void group(std::int64_t num_rows);
   // Prepare the input of a slot: the row's x for the first two matrices, or what they made of it for the third.
@@ -43,19 +50,21 @@ class Mixture {
     std::int64_t expert, slot, rows;
     std::int64_t prepared;  // the first of its prepared rows
   };
-  static std::int64_t panels_of(std::int64_t width);
   const float* prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot);
+  void keep_groups(float* rank, float* scratch) const;
   template <class F>
   void each(Range items, std::int64_t width, F&& f) const;
   MatmulTask task(const Matrix& w, const Group& group, float* y, std::int64_t stride, Epilogue epilogue) const;
 
   const std::int64_t n_embd_, num_experts_, per_token_, expert_dim_;
-  const bool normalize_;
+  const bool normalize_, sigmoid_;
+  const std::int64_t groups_count_, groups_per_token_, group_top_;
   const float scale_;
   const std::int64_t choices_, hidden_stride_, out_stride_;
   Buffer memory_;
   float *hidden_, *out_;                         // (choices, stride), by slot
   std::uint8_t* prepared_;                       // by slot, the rows of each group padded to 16
+  std::vector<float> ranks_;                     // (kMaxRows, 3 num_experts): what experts are chosen by, and scratch
   std::vector<float> weight_;                    // (kMaxRows, per_token): of the expert's output
   std::vector<std::int64_t> expert_, slot_;      // (kMaxRows, per_token), experts in ascending order
   std::vector<std::int64_t> row_of_, group_of_;  // of each slot

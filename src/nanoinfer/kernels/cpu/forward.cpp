@@ -6,6 +6,7 @@
 
 #include "experts.h"
 #include "format.h"
+#include "latent.h"
 
 namespace nanoinfer {
 
@@ -17,17 +18,13 @@ constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: smal
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
-// The stride of rows of n floats that a product writes: an odd number of panels, so that the rows of a tile lie in
-// different sets of the first-level cache.
-std::int64_t row_stride(std::int64_t n) { return (padded(n) / kPanel | 1) * kPanel; }
-
 }  // namespace
 
 ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
     : model_(model), kernels_(kernels), cache_(cache), num_threads_(num_threads) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
-  std::int64_t qkv_dim = 0, attn_dim = 0, head_dim = 0;  // the largest of all layers
+  std::int64_t qkv_dim = 0, head_dim = 0, attn_dim = s.values_dim();  // the largest of all layers
   std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
   for (const LayerShape& l : s.layers) {
     qkv_dim = std::max(qkv_dim, l.attn_dim() + 2 * l.kv_dim());
@@ -38,14 +35,14 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(qkv_dim);
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
-  scratch_stride_ = padded(std::max({attention_scratch(head_dim, s.block_size), s.n_embd, attn_dim, mlp_dim}));
+  const std::int64_t in = std::max({s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
+  scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), in));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  for (const std::int64_t in : {s.n_embd, attn_dim, mlp_dim})  // float32 takes the most bytes
-    prepared_bytes_ = std::max(prepared_bytes_, prepared_bytes(WeightType::f32, in));
+  prepared_bytes_ = prepared_bytes(WeightType::f32, in);  // float32 takes the most bytes
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
   memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_bytes_);
@@ -58,6 +55,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   angles_ = take(kMaxRows * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
+  if (s.latent_rank) latent_ = std::make_unique<LatentHeads>(s);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
   if (s.per_layer_dim == 0) return;
   inputs_stride_ = row_stride(s.n_layer * s.per_layer_dim);
@@ -198,10 +196,12 @@ void ForwardPass::layer(std::int64_t index) {
 void ForwardPass::attention(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(w.ln_1, w.c_attn[0]);
-  multiply_parts(w.c_attn, qkv_, qkv_stride_);
+  if (latent_) latent_queries(w);
+  else multiply_parts(w.c_attn, qkv_, qkv_stride_);
   store(index);
   attend(index);
-  if (model_.shape.sub_norms) prepare_normed(w.attn_sub, attended_, attended_stride_, w.c_proj);
+  if (latent_) latent_values(w);
+  else if (model_.shape.sub_norms) prepare_normed(w.attn_sub, attended_, attended_stride_, w.c_proj);
   else prepare(attended_, attended_stride_, w.c_proj);
   residual(w.c_proj, w.post_1);
 }
@@ -295,7 +295,7 @@ void ForwardPass::routed_experts(const ExpertWeights& w) {
   Mixture& m = *mixture_;
   const std::int64_t choices = num_rows_ * model_.shape.experts_per_token;
   const std::size_t choose = phases_.size(), hidden = choose + 2, output = choose + 4;
-  add_rows(&PartSeconds::others, [&m](int, std::int64_t r) { m.choose(r); });
+  add_rows(&PartSeconds::others, [&w, &m](int, std::int64_t r) { m.choose(r, w.correction); });
   phases_[choose].ended = [this, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
     m.group(num_rows_);
     phases_[hidden].count = m.hidden_items();
@@ -361,6 +361,8 @@ void ForwardPass::observe_inputs() {
   for (auto& mine : squares_) {  // all of them here: a thread of the pool must not throw
     for (const LayerWeights& l : model_.layers) {
       for (const Matrix* w : {&l.c_attn[0], &l.c_proj, &l.c_fc, &l.mlp_proj}) mine[w].assign(w->in, 0.0);
+      if (latent_)
+        for (const Matrix* w : {&l.q_b, &l.k_b, &l.v_b}) mine[w].assign(w->in, 0.0);
       if (l.experts)
         for (const Matrix* w : {&l.experts->c_fc, &l.experts->c_proj}) mine[w].assign(w->in, 0.0);
       if (model_.shape.per_layer_dim)

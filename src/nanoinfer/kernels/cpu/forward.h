@@ -67,9 +67,24 @@ struct DecoderShape {
   float expert_scale = 1;             // of the sum of their outputs
   std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
+  bool sigmoid_experts = false;       // whether scores are sigmoids of the router's outputs; else their softmax
+  bool corrected_experts = false;     // whether a number of each expert is added to its score where experts are chosen
+  std::int64_t expert_groups = 1, groups_per_token = 1;  // of consecutive experts; only some may be chosen for a token
+  std::int64_t group_top = 1;         // the score of a group is the sum of its so many highest scores
   std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
   std::vector<LayerShape> layers;     // empty: all have the sizes above
   std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
+
+  // Latent attention (latent.h), in all layers: head_dim is latent_turned + latent_rank, and n_kv_head is 1.
+  std::int64_t latent_rank = 0;       // width of the latent of keys and values, 0: there is none
+  std::int64_t latent_turned = 0, latent_plain = 0;  // widths of the rotated and the other part of queries
+  std::int64_t latent_value = 0;      // width of the values of a head
+  std::int64_t latent_query_rank = 0;  // width of the latent of queries, 0: they are a product of x
+  float latent_epsilon = 1e-6f;       // of the norms of latents
+
+  std::int64_t query_dim() const { return latent_plain + latent_turned; }
+  std::int64_t down_dim() const { return (latent_query_rank ? latent_query_rank : n_head * query_dim()) + head_dim; }
+  std::int64_t values_dim() const { return n_head * latent_value; }  // inputs of c_proj
 };
 
 struct NormWeights {  // empty if the model does not have the norm
@@ -81,13 +96,15 @@ struct ExpertWeights {
   Buffer router_memory;
   Matrix c_gate{}, c_fc{}, c_proj{};      // those of all experts, one below the other: (E F, C), (E F, C), (E C, F)
   std::vector<float> shared_gate;         // (C)
+  std::vector<float> correction;          // (E), or none
 };
 
 struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
-  NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, attn_sub, mlp_sub;
+  Matrix q_b{}, k_b{}, v_b{};                     // of latent attention
+  NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, kv_norm, attn_sub, mlp_sub;
   std::vector<float> sinks;                       // (H), or empty
   Matrix after_gate{}, after_proj{};              // of models with per-layer embeddings
   NormWeights after_post;
@@ -120,6 +137,11 @@ struct PartSeconds {
 // the buffers would grow. Further rows read the weights again, which takes little time compared to this many rows.
 constexpr std::int64_t kMaxRows = 256;
 
+// The stride of rows of n floats that a product writes: an odd number of panels, so that the rows of a tile lie in
+// different sets of the first-level cache.
+constexpr std::int64_t row_stride(std::int64_t n) { return ((n + kPanel - 1) / kPanel | 1) * kPanel; }
+
+class LatentHeads;
 class Mixture;
 
 class ForwardPass {
@@ -157,6 +179,9 @@ class ForwardPass {
   void mlp_output(std::int64_t index);
   void make_layer_inputs();
   void after_layer(std::int64_t index);
+  void latent_queries(const LayerWeights& w);
+  void latent_values(const LayerWeights& w);
+  void multiply_heads(const Matrix& w, std::int64_t width, const float* from, std::int64_t stride, std::int64_t distance);
   void mixture(std::int64_t index);
   void route(const LayerWeights& layer);
   void routed_experts(const ExpertWeights& w);
@@ -177,6 +202,7 @@ class ForwardPass {
   void make_row_inputs(std::int64_t row, float* scratch) const;
   void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
+  void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void observe(const float* x, const Matrix& w, int rank);
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
@@ -203,6 +229,7 @@ class ForwardPass {
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
+  std::unique_ptr<LatentHeads> latent_;               // of models with latent attention
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
   std::int64_t inputs_stride_ = 0;
   Buffer inputs_memory_;                              // of models with per-layer embeddings:

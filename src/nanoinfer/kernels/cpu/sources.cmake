@@ -32,8 +32,8 @@ endfunction()
 # Give a target all of it.
 function(add_cpu_sources target)
   target_sources(${target} PRIVATE
-    ${CPU}/decoder.cpp ${CPU}/forward.cpp ${CPU}/experts.cpp ${CPU}/per_layer.cpp ${CPU}/cache.cpp ${CPU}/format.cpp ${CPU}/isa.cpp
-    ${CPU}/sampler.cpp ${CPU}/sampler_passes.cpp ${CPU}/sampler_nucleus.cpp)
+    ${CPU}/decoder.cpp ${CPU}/forward.cpp ${CPU}/experts.cpp ${CPU}/latent.cpp ${CPU}/per_layer.cpp ${CPU}/cache.cpp
+    ${CPU}/format.cpp ${CPU}/isa.cpp ${CPU}/sampler.cpp ${CPU}/sampler_passes.cpp ${CPU}/sampler_nucleus.cpp)
   # Nor in packing, where compilers for Arm fuse by default: a weight file is packed to the same bytes everywhere.
   set_source_files_properties(${CPU}/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
   target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})

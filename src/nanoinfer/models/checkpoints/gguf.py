@@ -26,13 +26,14 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     STACKED_BIASES,
     TOP,
     Architecture,
-    Metadata,
 )
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
+from nanoinfer.models.checkpoints.gguf_latent import JOINED_HEADS, OF_HEADS
+from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
 from nanoinfer.models.checkpoints.weights import Weights, check
-from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families import FAMILIES, latent
 from nanoinfer.models.families.base import Family, interleaved
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
@@ -124,18 +125,24 @@ class _ShiftedTensor(StoredTensor):
 
 
 def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dict[str, StoredTensor]:
-    """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts as
-    matrices: the values of an expert follow those of the expert before it."""
+    """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts and
+    heads as matrices: the values of an expert follow those of the expert before it."""
     tensors = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
     for name, t in tensors.items():
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
         stacked = name.endswith(STACKED) and len(t.shape) == 3
         stacked = stacked and config.experts is not None and t.shape[0] == config.experts.count
+        stacked = stacked or (name.endswith(OF_HEADS) and len(t.shape) == 3 and t.shape[0] == config.n_head)
         if stacked or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
         if name.endswith(STACKED_BIASES) and t.strides == contiguous(t.shape):
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
+    for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
+        parts = latent.split(config, name, tensors.pop(name))
+        tensors |= dict(
+            zip((name.replace(JOINED_HEADS, part) for part in ("attn_k_b", "attn_v_b")), parts, strict=True)
+        )
     return tensors
 
 
@@ -144,9 +151,10 @@ def stored_family(config: ModelConfig, layout: Architecture) -> Family:
     family, names = FAMILIES[config.family], TOP | LAYER | dict(layout.names)
     if layout.joined:
         names = names | {"attn.c_attn": "attn_qkv"}
-    order = interleaved if layout.interleaved else lambda config, part: None
+    own = interleaved if config.latent is None else family.order
+    order = own if layout.interleaved else lambda config, part: None
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), ignored=(), fused=fused,
-        read_fused={},
+        read_fused={}, from_stored=Family.from_stored, to_stored=Family.to_stored,
     )  # fmt: skip

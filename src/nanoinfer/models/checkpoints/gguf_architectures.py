@@ -9,14 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.gguf_file import Value
-from nanoinfer.models.checkpoints.stored import StoredTensor
-from nanoinfer.models.families.fields import Fields
-from nanoinfer.utils.checks import plain, show
-from nanoinfer.utils.files import escaped
+from nanoinfer.models.checkpoints import gguf_latent
+from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 
 TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 LAYER: dict[str, str | tuple[str, ...]] = {
@@ -52,7 +47,6 @@ SHARED_GATE = "ffn_gate_inp_shexp.weight"
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
 LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-_MAX_LENGTH = 4096  # of a value: no architecture has more layers
 
 
 @dataclass(frozen=True)
@@ -71,61 +65,29 @@ class Architecture:
     """Number that was added to the weights of norms."""
     gate_in_up: bool = False
     """Whether the gate and the MLP's first matrix are one tensor."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Our part -> the name of the tensor, where it is not the usual one."""
-
-
-class Metadata(Fields):
-    """The metadata of one architecture; the prefix of its keys is added here."""
-
-    def __init__(self, raw: Mapping[str, Value], arch: str, tensors: Mapping[str, StoredTensor]) -> None:
-        ours = {k: v for k, v in raw.items() if k.startswith(f"{arch}.")}
-        for key, value in ours.items():
-            if isinstance(value, (str, list, np.ndarray)) and len(value) > _MAX_LENGTH:
-                raise NanoinferError(f"{show(key)} has more than {_MAX_LENGTH} values")
-        super().__init__({key: plain(value) for key, value in ours.items()})
-        self.arch, self.tensors = arch, tensors
-
-    def key(self, name: str) -> str:
-        """Return a key of this architecture: "block_count" -> "llama.block_count"."""
-        return f"{self.arch}.{name}"
-
-    def __contains__(self, name: str) -> bool:
-        return self.key(name) in self.raw
-
-    def int_(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
-        if default is None:
-            self.required(self.key(name))
-        return self.integer(self.key(name), default or 1)
-
-    def float_(self, name: str, default: float | None) -> float | None:
-        """Return a positive number."""
-        return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
-
-    def check_known(self) -> None:
-        """Raise NanoinferError if the architecture has a key that was not read."""
-        if unknown := sorted(self.raw.keys() - self.known):
-            value = show(self.raw[unknown[0]])
-            raise NanoinferError(
-                f"{escaped(unknown[0])}={value} is not supported: the model needs something that is not implemented"
-            )
 
 
 def _shape(m: Metadata) -> dict[str, Any]:
     """Return the fields of config.json that all families but GPT-2 have, under the names that Llama has for them."""
+    shape = _sizes(m)
+    width = m.int_("attention.key_length", max(1, shape["hidden_size"] // shape["num_attention_heads"]))
+    m.only(m.key("attention.value_length"), width)
+    return shape | {"head_dim": width}
+
+
+def _sizes(m: Metadata) -> dict[str, Any]:
+    """Return the fields of `_shape` without the width of a head."""
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
-    width = m.int_("attention.key_length", max(1, n_embd // n_head))
     m.get(m.key("pooling_type"))  # models/pooling.py
-    m.only(m.key("attention.value_length"), width)
     return {
         "vocab_size": _vocab_size(m),
         "max_position_embeddings": m.int_("context_length"),
         "num_hidden_layers": _num_layers(m),
         "num_attention_heads": n_head,
         "num_key_value_heads": m.int_("attention.head_count_kv", n_head),
-        "head_dim": width,
         "hidden_size": n_embd,
         "intermediate_size": m.int_("feed_forward_length"),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
@@ -157,6 +119,8 @@ def _scaling(m: Metadata) -> dict[str, Any] | None:
     for name in ("original_context_length", "finetuned"):  # inputs of yarn, which is refused
         m.get(m.key(f"rope.scaling.{name}"))
     if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `_phi3` reads them
+        return None
+    if m.arch == "deepseek2" and kind == "yarn":  # gguf_latent.py reads it
         return None
     m.only(m.key("rope.scaling.attn_factor"), 1.0)
     if m.arch == "gpt-oss" and kind == "yarn":  # `_gpt_oss` reads it
@@ -392,6 +356,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     # llama.cpp fixes what the file does not say: SiLU, and inputs of 8 bits in groups of its own
     "bitnet": Architecture(
         "bitnet", lambda m: _plain(m) | {"hidden_act": "silu", "attention_bias": _has_bias(m, "attn_q")}
+    ),
+    "deepseek2": Architecture(
+        "deepseek_v2", lambda m: _sizes(m) | gguf_latent.read(m), interleaved=True, names=gguf_latent.NAMES
     ),
     "gpt2": Architecture("gpt2", _gpt2, joined=True),
     "gptneox": Architecture("gpt_neox", _gpt_neox, joined=True),

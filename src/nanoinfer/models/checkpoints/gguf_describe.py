@@ -20,11 +20,11 @@ def describe_experts(config: ModelConfig, arch: str) -> dict[str, Value]:
     if (experts := config.experts) is None:
         return {}
     found: dict[str, Value] = {"expert_count": experts.count, "expert_used_count": experts.per_token}
-    if arch.startswith(("qwen", "gpt-oss")):
+    if arch.startswith(("qwen", "gpt-oss", "deepseek")):
         found["expert_feed_forward_length"] = experts.width
-    if not arch.startswith("qwen"):
+    if not arch.startswith(("qwen", "deepseek")):
         found["feed_forward_length"] = experts.width
-    if experts.shared_width:
+    if experts.shared_width and config.latent is None:
         found["expert_shared_feed_forward_length"] = experts.shared_width
     return found
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints import gguf, gguf_latent
 from nanoinfer.models.checkpoints.gguf_architectures import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -149,18 +149,21 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
         return config.experts.count, shape[0] // config.experts.count, shape[1]
     if name.endswith(STACKED_BIASES) and config.experts is not None:
         return config.experts.count, shape[0] // config.experts.count
+    if name.endswith(gguf_latent.OF_HEADS):
+        return config.n_head, shape[0] // config.n_head, shape[1]
     return shape[1:] if name.endswith(SHARED_GATE) else shape
 
 
 def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
-    family = "llama" if config.family in ("mistral", "mixtral") else config.family  # known by a window, or experts
+    shared = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}  # known by a window, or experts
+    family = shared.get(config.family, config.family)
     written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
     found = [arch for arch, name in written.items() if name == family]
     if not found:
         known = ", ".join(written.values())
         raise NanoinferError(
-            f"models of the family {config.family} cannot be written as GGUF: only {known}, mistral and mixtral"
+            f"models of the family {config.family} cannot be written as GGUF: only {known}, {', '.join(shared)}"
         )
     return found[0]
 
@@ -185,6 +188,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         epsilon: float(config.norm_epsilon),
     }
     found |= describe_experts(config, arch) | describe_rotary(config, arch)
+    if config.latent is not None:
+        found |= gguf_latent.describe(config)
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
     if windowed.window is not None:
         found["attention.sliding_window"] = windowed.window

@@ -195,6 +195,7 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
         tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
+    tensors = family.to_stored(config, tensors)
     firsts = tuple(f".{parts[0].format(0)}.{of}" for parts in family.fused.values() for of in ("weight", "bias"))
     for name in [name for name in tensors if name.endswith(firsts)]:
         _fuse(tensors, name, family, 0 if config.experts is None else config.experts.count)

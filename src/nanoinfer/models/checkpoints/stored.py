@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,28 @@ class StoredTensor:
             values, dtype = values.astype(np.float32), "float32"
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedTensor(StoredTensor):
+    """A matrix that is computed from a stored one."""
+
+    source: StoredTensor
+    change: Callable[[NDArray[Any]], NDArray[Any]]
+    """Takes the values of `source`; bfloat16 as its bits."""
+
+    @staticmethod
+    def of(
+        source: StoredTensor, shape: tuple[int, ...], change: Callable[[NDArray[Any]], NDArray[Any]]
+    ) -> ChangedTensor:
+        """Return the matrix with this shape. Values that are stored in blocks become float32."""
+        dtype = source.dtype if source.dtype in ITEM_BYTES and not source.block_format else "float32"
+        return ChangedTensor(source.file, source.start, dtype, shape, contiguous(shape), source, change)
+
+    def read(self) -> HostTensor:
+        """Read the source and compute the values. Raises as `StoredTensor.read`."""
+        tensor = self.source.read().dense()
+        return HostTensor(np.ascontiguousarray(self.change(tensor.values)), tensor.dtype)
 
 
 @dataclass(frozen=True, eq=False)

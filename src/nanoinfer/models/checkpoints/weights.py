@@ -136,7 +136,7 @@ def check(
     """
     family = FAMILIES[config.family] if family is None else family
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
-    stored = _with_parts(stored, config, family)
+    stored = family.from_stored(config, _with_parts(stored, config, family))
     _check_layers(config, stored, source, family)
     unread = family.unread(config)
     stored = {name: tensor for name, tensor in stored.items() if name not in unread}

@@ -7,6 +7,8 @@ from nanoinfer.models.families import (
     bitnet,
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5,
     exaone4,
     gemma,
@@ -49,7 +51,7 @@ from nanoinfer.models.families.base import Family
 _MODULES = (
     gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, gemma4, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2,
     phi, phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
-    seed_oss, arcee, helium, gptj, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe,
+    seed_oss, arcee, helium, gptj, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, deepseek_v2, deepseek_v3,
     opt, bitnet, gpt_oss,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -98,6 +98,10 @@ class Family:
     """As `fused`: tensors that are read, and not written."""
     alternating: bool = False
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
+    from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored
+    """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
+    to_stored: Callable[[ModelConfig, dict[str, HostTensor]], dict[str, HostTensor]] = lambda config, tensors: tensors
+    """The inverse of `from_stored`."""
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.
@@ -164,10 +168,8 @@ class Family:
                 return Recipe(((f"{prefix}{theirs}{suffix}", rows // config.n_layer),), folded=config.n_layer)
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
-        sizes = config.qkv_widths(layer or 0)  # only c_attn is made of several
-        return Recipe(
-            tuple((f"{prefix}{their}{suffix}", size) for their, size in zip(theirs, sizes, strict=False)), order
-        )
+        sizes = zip(theirs, config.qkv_widths(layer or 0), strict=False)  # only c_attn is made of several
+        return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 
 
 def interleaved(config: ModelConfig, part: str) -> NDArray[np.intp] | None:

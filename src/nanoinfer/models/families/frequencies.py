@@ -61,13 +61,13 @@ def read(kind: str, given: dict[str, Any], original: Any, block_size: int) -> di
     if attention is None:
         scales = [given.get("mscale"), given.get("mscale_all_dim")]
         above, below = (require_float("mscale", s, 0.0, 1e3) for s in scales) if all(scales) else (1.0, 0.0)
-        attention = _magnitude(factor, above) / _magnitude(factor, below)
+        attention = magnitude(factor, above) / magnitude(factor, below)
     found |= {"factor": factor, "attention_factor": attention, "truncate": given.get("truncate", True)}
     found |= {ours: given.get(theirs) or default for ours, (theirs, default) in _YARN.items()}
     return found | {"query_growth": given.get("llama_4_scaling_beta") or 0.0}
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def magnitude(factor: float, scale: float) -> float:
     """Return by what yarn multiplies queries and keys for a longer context (Peng et al. 2023, section 3.4)."""
     return 0.1 * scale * math.log(factor) + 1.0
 

@@ -1,0 +1,177 @@
+"""What families with latent attention share: fields of config.json, names of tensors, and their forms.
+
+A file has one matrix kv_b for keys and values, which has the rows of the first head's key, those of its value, those of
+the next head's key. Ours are k_b, transposed for each head, and v_b (models/latent.py). Source: transformers,
+models/deepseek_v3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.config import Experts, Latent, ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.stored import ChangedTensor, StoredTensor
+from nanoinfer.models.families import experts, llama
+from nanoinfer.models.families.fields import Fields, rope_fields, rotated
+from nanoinfer.models.families.frequencies import magnitude
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import require_float
+
+FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs not in ("num_key_value_heads", "head_dim")}
+FIXED = llama.FIXED | {"head_size": 1}  # until `read_layers` knows it
+ONLY = {"attention_bias": (False,), "moe_layer_freq": (1,), "pretraining_tp": (1, None)}
+HARMLESS = (
+    *experts.HARMLESS, "num_key_value_heads", "head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux",
+    "num_nextn_predict_layers", "num_mtp_layers",
+)  # fmt: skip
+_KV, _KEYS, _VALUES = (f"self_attn.kv_b_proj{end}" for end in ("", ".keys", ".values"))
+_CORRECTION = "mlp.gate.e_score_correction"
+NAMES = llama.NAMES | experts.NAMES | {
+    "attn.c_attn": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "attn.q_norm": "self_attn.q_a_layernorm",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.k_b": _KEYS,
+    "attn.v_b": _VALUES,
+    "mlp.correction": _CORRECTION,
+    "mlp.shared.c_gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.c_fc": "mlp.shared_experts.up_proj",
+    "mlp.shared.c_proj": "mlp.shared_experts.down_proj",
+}  # fmt: skip
+_SIZES = {
+    "kv_lora_rank": ("rank", 512),
+    "qk_rope_head_dim": ("rotary_dim", 64),
+    "qk_nope_head_dim": ("plain_dim", 128),
+    "v_head_dim": ("value_dim", 128),
+}
+
+
+def read_layers(f: Fields, config: ModelConfig, mixture: Experts, first: int) -> dict[str, Any]:
+    """Return the fields of a model with latent attention, and with experts from layer `first` on."""
+    sizes = {ours: f.integer(theirs, default) for theirs, (ours, default) in _SIZES.items()}
+    query_rank = 0 if f.get("q_lora_rank", 1536) is None else f.integer("q_lora_rank", 1536)
+    latent = Latent(**sizes, query_rank=query_rank)
+    found = rotated(f, ModelConfig(block_size=config.block_size, head_size=latent.rotary_dim))
+    rotary, scale = found["layers"][0].rotary, latent.query_dim**-0.5
+    given = f.get("rope_parameters") or f.get("rope_scaling") or {}
+    if share := given.get("mscale_all_dim"):
+        scale *= magnitude(rotary.factor, require_float("mscale_all_dim", share, 0.0, 1e3)) ** 2
+    found["layers"] = (found["layers"][0],) * config.n_layer
+    attention = {"latent": latent, "head_size": latent.head_dim, "num_kv_heads": 1, "attention_scale": scale}
+    return experts.with_experts(found | attention, mixture, lambda i: i >= first)
+
+
+def mixture_of(f: Fields, *, count: int, chosen: int, width: int, shared: int, **others: Any) -> Experts:
+    """Return the mixture of experts; the arguments are defaults, and `others` fields of `Experts`."""
+    size, used = f.integer("moe_intermediate_size", width), f.get("num_experts_per_tok")
+    return Experts(
+        f.integer("n_routed_experts", count),
+        chosen if used is None else used,
+        size,
+        shared_width=f.integer("n_shared_experts", shared) * size,
+        **others,
+    )
+
+
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_layers` and `mixture_of` read, and the factor of the chosen experts' sum."""
+    latent, mixture = config.latent, config.experts
+    assert latent is not None
+    assert mixture is not None
+    rope, rotary, scale = rope_fields(config), config.layer(0).rotary, config.attention_scale
+    assert rotary is not None
+    assert scale is not None
+    grown = math.sqrt(scale * math.sqrt(latent.query_dim)) - 1  # magnitude is 1 + 0.1 share ln(factor)
+    if rotary.scaling == "yarn" and rotary.factor > 1 and abs(grown) > 1e-9:
+        rope["rope_scaling"]["mscale_all_dim"] = round(grown / (0.1 * math.log(rotary.factor)), 9)
+    sparse = [config.layer(i).experts for i in range(config.n_layer)]
+    return (
+        rope
+        | {theirs: getattr(latent, ours) for theirs, (ours, _) in _SIZES.items()}
+        | experts.width_fields(config, count="n_routed_experts", width="moe_intermediate_size")
+        | {
+            "num_key_value_heads": config.n_head,
+            "q_lora_rank": latent.query_rank or None,
+            "n_shared_experts": mixture.shared_width // mixture.width,
+            "first_k_dense_replace": sparse.index(True) if True in sparse else config.n_layer,
+            "norm_topk_prob": mixture.normalize,
+            "routed_scaling_factor": mixture.scale,
+            "n_group": mixture.groups,
+            "topk_group": mixture.groups_per_token,
+        }
+    )
+
+
+def order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
+    """`Family.order`: a file has pairs of rotated dimensions (2 i, 2 i + 1), ours are i and i + rotary_dim / 2."""
+    latent = config.latent
+    assert latent is not None
+    turned = np.arange(latent.rotary_dim).reshape(-1, 2).T.reshape(-1)
+    head = np.concatenate((np.arange(latent.plain_dim), latent.plain_dim + turned))
+    queries: NDArray[np.intp] = (np.arange(config.n_head)[:, None] * latent.query_dim + head).reshape(-1)
+    if part == "attn.q_b":
+        return queries
+    if part != "attn.c_attn":
+        return None
+    first = np.arange(latent.query_rank) if latent.query_rank else queries
+    after = len(first) + latent.rank
+    rows: NDArray[np.intp] = np.concatenate((first, np.arange(len(first), after), after + turned))
+    return rows
+
+
+def _heads(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Return the number of heads, the rows of a key and of a value of one head in kv_b, and its columns."""
+    assert config.latent is not None
+    return config.n_head, config.latent.plain_dim, config.latent.value_dim, config.latent.rank
+
+
+def from_stored(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`Family.from_stored`. Layers after the last one, which predict further tokens, are left out."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+        if layer is not None and int(layer[1]) >= config.n_layer:
+            continue
+        if not name.endswith(f"{_KV}.weight"):
+            found[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
+            continue
+        found[name.replace(_KV, _KEYS)], found[name.replace(_KV, _VALUES)] = split(config, name, tensor)
+    return found
+
+
+def split(config: ModelConfig, name: str, tensor: StoredTensor) -> tuple[StoredTensor, StoredTensor]:
+    """Return k_b and v_b, which are computed from kv_b as they are read. Raise NanoinferError if its shape is wrong."""
+    heads, plain, value, rank = _heads(config)
+    if tensor.shape != (wanted := (heads * (plain + value), rank)):
+        raise NanoinferError(f"tensor {name} is {list(tensor.shape)}, but the config requires {list(wanted)}")
+
+    def keys(x: NDArray[Any]) -> NDArray[Any]:
+        found: NDArray[Any] = x.reshape(heads, -1, rank)[:, :plain].swapaxes(1, 2)
+        return found.reshape(-1, plain)
+
+    def values(x: NDArray[Any]) -> NDArray[Any]:
+        return x.reshape(heads, -1, rank)[:, plain:].reshape(-1, rank)
+
+    shapes = (heads * rank, plain), (heads * value, rank)
+    return ChangedTensor.of(tensor, shapes[0], keys), ChangedTensor.of(tensor, shapes[1], values)
+
+
+def to_stored(config: ModelConfig, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+    """`Family.to_stored`."""
+    heads, plain, value, rank = _heads(config)
+    found: dict[str, HostTensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(f"{_KEYS}.weight"):
+            keys = tensor.dense().values.reshape(heads, rank, plain).swapaxes(1, 2)
+            values = tensors[name.replace(_KEYS, _VALUES)].dense().values.reshape(heads, value, rank)
+            joined = np.concatenate((keys, values), 1).reshape(-1, rank)
+            found[name.replace(_KEYS, _KV)] = HostTensor(joined, tensor.dtype)
+        elif not name.endswith(f"{_VALUES}.weight"):
+            found[name.replace(f"{_CORRECTION}.bias", f"{_CORRECTION}_bias")] = tensor
+    return found
