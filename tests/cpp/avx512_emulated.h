@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -163,6 +164,10 @@ inline float reduce_max_ps(__m512 a) {
   for (const float v : x.v) x.v[0] = v > x.v[0] ? v : x.v[0];
   return x.v[0];
 }
+inline i32 reduce_max_epi32(__m512i a) {
+  const auto x = lanes<i32>(a);
+  return *std::max_element(x.v, x.v + 16);
+}
 inline i32 reduce_add_epi32(__m512i a) {
   i32 sum = 0;
   for (const i32 v : lanes<i32>(a).v) sum += v;
@@ -222,6 +227,7 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_movepi8_mask emulated::movepi8_mask
 #define _mm512_reduce_add_epi32 emulated::reduce_add_epi32
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
+#define _mm512_reduce_max_epi32 emulated::reduce_max_epi32
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_set1_epi16 emulated::set1_epi16
 #define _mm512_set1_epi32 emulated::set1_epi32

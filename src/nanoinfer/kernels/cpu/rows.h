@@ -20,27 +20,35 @@ NI_INLINE i32x16 round(f32x16 x) {
 // NaN or an infinity gets a NaN scale, which reaches the logits.
 template <std::int64_t G>
 struct Int8Group {
+  static constexpr std::int64_t kSums = G == kSmallGroup ? 16 : G;  // numbers of each sum
   std::int8_t q[G];
   float scale;
-  std::int32_t sums[G / 16];  // of 16 each
+  std::int32_t sums[G / kSums];
 };
 template <std::int64_t G>
 NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n, float given) {
-  constexpr int kVectors = G / 16;
-  f32x16 v[kVectors], top = broadcast(0.0f), check = broadcast(0.0f);
-  for (int i = 0; i < kVectors; ++i) {
-    v[i] = n > 16 * i ? load_first(x + 16 * i, n - 16 * i) : broadcast(0.0f);
-    top = max(top, abs(v[i]));
-    check = check + v[i] * broadcast(0.0f);
+  constexpr int kVectors = G / 16, kOfSum = Int8Group<G>::kSums / 16;
+  f32x16 v[kVectors];
+  i32x16 top = broadcast(0);  // the bits of magnitudes are in their order; those of NaN and infinity are the largest
+  for (int k = 0; k < kVectors; ++k) {
+    v[k] = n > 16 * k ? load_first(x + 16 * k, n - 16 * k) : broadcast(0.0f);
+    NI_EACH {
+      const vi magnitude = bits<vi>(v[k].v[i]) & 0x7fffffff;
+      top.v[i] = top.v[i] < magnitude ? magnitude : top.v[i];
+    }
   }
-  const float most = given > 0 ? given : largest(top), bad = sum(check);  // bad is 0 or NaN
-  const bool usable = most > 1e-30f && bad == 0;
+  const std::int32_t most_bits = largest(top);
+  const bool finite = most_bits < 0x7f800000;
+  const float most = given > 0 ? given : bits<float>(most_bits);
+  const bool usable = finite && most > 1e-30f;
   const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
   Int8Group<G> g;
-  g.scale = most / 127.0f + bad;
+  g.scale = finite ? most / 127.0f : __builtin_nanf("");
+  i32x16 total = broadcast(0);
   for (int i = 0; i < kVectors; ++i) {
     const i32x16 r = usable ? round(v[i] * inverse) : broadcast(0);
-    g.sums[i] = sum(r);
+    total = i % kOfSum ? total + r : r;
+    if (i % kOfSum == kOfSum - 1) g.sums[i / kOfSum] = sum(total);
     store_i8(g.q + 16 * i, r);
   }
   return g;
@@ -53,14 +61,18 @@ NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std
   Unit* after = to + (depth / 4 + depth / G) * height;  // the scales
   for (std::int64_t g = 0; g < depth / G; ++g) {
     const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G, largest);
-    std::uint32_t quads[G / 4];
-    __builtin_memcpy(quads, group.q, sizeof quads);
-    for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
+    if (height == 1) {
+      __builtin_memcpy(to + g * (G / 4), group.q, G);
+    } else {
+      std::uint32_t quads[G / 4];
+      __builtin_memcpy(quads, group.q, sizeof quads);
+      for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
+    }
     to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
     if constexpr (G == kSmallGroup) {
       for (std::int64_t j = 0; j < 2; ++j) after[(2 * g + j) * height] = (std::uint32_t)-group.sums[j];
     } else {
-      const std::int32_t sum = group.sums[0] + group.sums[1] + group.sums[2] + group.sums[3];
+      const std::int32_t sum = group.sums[0];
       after[g * height] = type == WeightType::i4 ? bits<std::uint32_t>(-(float)sum) : (std::uint32_t)(-128 * sum);
     }
   }

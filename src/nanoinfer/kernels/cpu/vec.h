@@ -124,6 +124,15 @@ NI_INLINE float largest(f32x16 a) {  // undefined if there is a NaN: callers che
   return s[0];
 #endif
 }
+NI_INLINE std::int32_t largest(i32x16 a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)a.v[0]);
+#else
+  std::int32_t most = a.v[0][0];
+  NI_EACH for (int l = 0; l < kWidth; ++l) most = a.v[i][l] > most ? a.v[i][l] : most;
+  return most;
+#endif
+}
 // x where lane < n, else `other`.
 NI_INLINE f32x16 first(std::int64_t n, f32x16 x, float other) {
   static const std::int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
