@@ -11,6 +11,7 @@
 
 constexpr std::int64_t kTileUnits = 16;
 constexpr std::int64_t kFewRowsInt8 = 6;  // as many or fewer are faster without tiles
+constexpr std::int64_t kFewRows = 4;      // as many or fewer wait for memory, and prefetch (attention.h)
 constexpr std::int64_t kBlockUnits = kBlock / CacheOf<CacheType::bf16>::kUnit;
 
 template <CacheType type>
@@ -94,6 +95,8 @@ void tile_scores(const AttentionTask& t, const TileQueries<type>& rows, int coun
   const std::int64_t begin = base / kBlock, end = (rows.highest + kBlock - 1) / kBlock;
   TileSums<type> sums[2];  // in turn: what was just stored cannot be loaded at once
   const auto multiply = [&](std::int64_t b) __attribute__((always_inline)) {
+    for (std::int64_t next = b + 2; count <= kFewRows && next < b + 4 && next < end; ++next)
+      prefetch_lines(t.blocks[next] + t.offset, key_bytes<type>(t));
     const std::uint8_t* const pair[2] = {t.blocks[b], t.blocks[b + 1 < end ? b + 1 : b]};
     multiply_keys<type>(t, rows, pair, sums[b / 2 % 2]);
   };
@@ -146,6 +149,8 @@ inline void tile_mix(const AttentionTask& t, TileQueries<CacheType::bf16>& rows,
   alignas(64) Unit copy[kBlockUnits][64];
   zero_tiles();
   for (std::int64_t from = base; from < rows.highest; from += kBlock) {
+    if (const std::int64_t next = from / kBlock + 2; count <= kFewRows && next * kBlock < rows.highest)
+      prefetch_lines(values_at<CacheType::bf16>(t, next), value_bytes<CacheType::bf16>(t));
     const Unit* v = (const Unit*)values_at<CacheType::bf16>(t, from / kBlock) + first * 16;
     std::int64_t bytes = padded(t.head_dim) * sizeof(Unit);  // of a unit of all dimensions
     if (from < rows.begin[count - 1] || from + kBlock > rows.end[0]) {
@@ -241,6 +246,8 @@ void attend_tile(const AttentionTask& t, std::int64_t row, int count) {
   const std::int64_t base = rows.lowest / kSpan * kSpan, length = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
   const std::int64_t stride = length + kLanes;  // rows lie in different sets of the first-level cache
   tile_scores<type>(t, rows, count, s, base, stride);
+  for (std::int64_t b = base / kBlock; count <= kFewRows && b < base / kBlock + 2 && b * kBlock < rows.highest; ++b)
+    prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
   for (int r = 0; r < count; ++r) softmax<type>(t, rows, r, s + r * stride, base, length);
   constexpr std::int64_t kWide = 4 / C::kDigits;
   const std::int64_t vectors = padded(t.head_dim) / 16;
