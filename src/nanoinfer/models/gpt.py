@@ -33,12 +33,11 @@ from torch import Tensor, nn
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.experts import ExpertMLP
-from nanoinfer.models.latent import LatentAttention
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.rounded_inputs import round_inputs
-from nanoinfer.models.shared_attention import SharedAttention
+from nanoinfer.models.shared_attention import other_attention
 
 Attend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 """Without keys and values (shared_attention.py), it attends to those of another layer (`ModelConfig.kv_layer`)."""
@@ -83,7 +82,6 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (
                 make_norm(config, config.head_dim if config.qk_norm == "head" else width) for width in widths[:2]
             )
-
         self.sub_norm = make_norm(config, config.attn_dim) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
@@ -129,13 +127,7 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn: Attention | LatentAttention | SharedAttention = (
-            LatentAttention(config)
-            if config.latent is not None
-            else SharedAttention(config, kind, make_norm)
-            if kind.num_projections < 3 or kind.value_norm
-            else Attention(config)
-        )
+        self.attn = other_attention(config, kind, make_norm) or Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)

@@ -9,7 +9,7 @@ Both products are moved to the other side, where new tokens alone need them: the
 (k_b q) . c, and the weighted sum of values v_b c is v_b (the weighted sum of latents c). So attention has one key of
 P + R values for all heads, which is the value as well, and caches are those of a model with one head of keys.
 
-Whoever reads GPT-2 can leave this file out: gpt.py selects it by one line.
+Whoever reads GPT-2 can leave this file out: shared_attention.py selects it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.models.latent import LatentAttention
 from nanoinfer.models.layers import Rotation, rotate
+
+MakeNorm = Callable[[ModelConfig, int], nn.Module]
+"""Returns a norm of the config's kind over so many values."""
+
+
+def other_attention(
+    config: ModelConfig, kind: LayerKind, make_norm: MakeNorm
+) -> LatentAttention | SharedAttention | None:
+    """Return what a layer has in place of GPT-2's kind of attention, or None if it has that."""
+    if config.latent is not None:
+        return LatentAttention(config)
+    if kind.num_projections < 3 or kind.value_norm:
+        return SharedAttention(config, kind, make_norm)
+    return None
 
 
 class SharedAttention(nn.Module):
@@ -26,15 +41,13 @@ class SharedAttention(nn.Module):
     Args:
         config: with the sizes of this layer (`ModelConfig.at`).
         kind: of this layer.
-        make_norm: returns a norm of the config's kind over so many values.
+        make_norm: of the norms of queries, keys and the output.
     """
 
     q_norm: nn.Module
     k_norm: nn.Module
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, make_norm: Callable[[ModelConfig, int], nn.Module]
-    ) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerKind, make_norm: MakeNorm) -> None:
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.widths = [config.attn_dim, config.kv_dim, config.kv_dim][: kind.num_projections]
