@@ -90,7 +90,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma3", "gemma4"])
 def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, engine: str) -> None:
     if engine not in HERE:
         pytest.skip(f"{engine} is not built here")
@@ -101,8 +101,9 @@ def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, 
     p = profile(LLM(str(tmp_path), engine=engine, device="cpu"), [[3, 1, 4]], PARAMS)
     assert p.tells_apart
     calls = {row.name: row.calls for row in p.parts}
-    products = 4 if family == "gpt_neox" else 5  # the others have a gate
-    assert (calls["matrix products"], calls["attention"]) == (products * 4 * p.num_steps, 4 * p.num_steps)
+    # of 4 layers; all but the first have a gate, and gemma4 two products more a layer and one for all
+    products = {"gpt_neox": 4 * 4, "gemma4": 7 * 4 + 1}.get(family, 5 * 4)
+    assert (calls["matrix products"], calls["attention"]) == (products * p.num_steps, 4 * p.num_steps)
 
 
 def test_calls_are_those_of_the_model(llm: LLM) -> None:

@@ -30,6 +30,7 @@ GATED = replace(  # shared heads, RMS norm, a gated MLP, a head of its own
     SMOL, vocab_size=TINY.vocab_size, block_size=32, n_layer=2, layers=SMOL.layers[:2], n_embd=64, n_head=2,
     num_kv_heads=1, head_size=64, n_inner=96, tie_word_embeddings=False,
 )  # fmt: skip
+PER_LAYER = replace(GATED, layers=tuple(replace(kind, scaled=True) for kind in GATED.layers), per_layer_dim=20)
 TOKENIZER = CharTokenizer(list(CHARS))
 TEXT = "".join(np.random.default_rng(0).choice(list(CHARS), 200))
 
@@ -56,7 +57,7 @@ def squares_in_torch(config: ModelConfig, windows: list[list[int]]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("config", [TINY, GATED])
+@pytest.mark.parametrize("config", [TINY, GATED, PER_LAYER])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_importance_is_that_of_the_reference_model(config: ModelConfig, threads: int) -> None:
     size = config.block_size
@@ -65,6 +66,7 @@ def test_importance_is_that_of_the_reference_model(config: ModelConfig, threads:
     ids, count = TOKENIZER.encode(TEXT), len(TEXT) // size
     windows = [ids[at : at + size] for at in (0, count // 2 * size)]
     matrices = {name for name, shape in shapes(config).items() if len(shape) == 2 and "wpe" not in name}
+    matrices -= {"transformer.per_layer.wte.weight"}  # no product reads it
     head = {"lm_head.weight"} if config.tie_word_embeddings else {"transformer.wte.weight"}
     assert found.importance.keys() == matrices ^ head  # a tied head has two names; an embedding alone has no products
     for name, squares in squares_in_torch(config, windows).items():

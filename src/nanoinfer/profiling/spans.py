@@ -56,12 +56,14 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
     "c_gate": MATRIX_PRODUCTS,
+    "c_in": MATRIX_PRODUCTS,
     "q_b": MATRIX_PRODUCTS,
     "k_b": MATRIX_PRODUCTS,
     "v_b": MATRIX_PRODUCTS,
     "lm_head": OUTPUT_HEAD,
     **dict.fromkeys(
-        ("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "kv_norm", "sub_norm", "ln_e", "ln_f"), NORMS
+        ("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "kv_norm", "sub_norm", "ln_e", "ln_f", "norm", "post"),
+        NORMS,
     ),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,
@@ -181,12 +183,12 @@ def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitSta
     """Put spans around the modules of a model, until the stack is closed."""
     from torch import nn
 
-    from nanoinfer.models.gpt import Attention, Block
-    from nanoinfer.models.latent import LatentAttention
+    from nanoinfer.models.gpt import Block
 
     for name, module in model.named_modules():
-        part = RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
-        if isinstance(module, (Attention, LatentAttention)) and ATTENTION in parts:
+        last = name.rpartition(".")[2]
+        part = RESIDUAL if isinstance(module, Block) else _PART_OF.get(last)
+        if last == "attn" and ATTENTION in parts:
             hooks.callback(module.register_forward_pre_hook(_attend_hook(spans)).remove)
         elif part is not None and part in parts and not isinstance(module, nn.Identity):
             hooks.callback(module.register_forward_pre_hook(lambda *_, part=part: spans.enter(part)).remove)
@@ -218,6 +220,10 @@ def tells_apart(spans: Spans, config: ModelConfig) -> bool:
 
 
 def _num_products(config: ModelConfig) -> int:
-    """Return the number of matrix products of all layers: c_attn, c_proj, c_fc, c_proj, and those of some models."""
+    """Return the number of matrix products of all layers: c_attn, c_proj, c_fc, c_proj, and those of some models.
+
+    With per-layer embeddings, these are a gate and a product of each layer, and one for the inputs of all.
+    """
     latent = 0 if config.latent is None else 2 + bool(config.latent.query_rank)
-    return ((5 if config.gated_mlp else 4) + latent) * config.n_layer
+    per_layer = 2 * config.n_layer + 1 if config.per_layer_dim else 0
+    return ((5 if config.gated_mlp else 4) + latent) * config.n_layer + per_layer
