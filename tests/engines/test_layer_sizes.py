@@ -61,7 +61,7 @@ MODELS = {
     "scaled": replace(BASE, layers=(LayerKind(5, NEAR, scaled=True),) * 4),
     "sinks": replace(BASE, layers=SIZES, sinks=True, sub_norms=True),
     "shared-sinks": replace(BASE, n_layer=5, layers=SHARED, sinks=True, sub_norms=True),
-    "layer-norms": replace(BASE, layers=SIZES, norm="layer", gated_mlp=False, bias=True, qk_norm="none"),
+    "layer-norms": replace(BASE, n_layer=5, layers=SHARED, norm="layer", gated_mlp=False, bias=True, qk_norm="none"),
 }
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

@@ -115,6 +115,28 @@ def test_a_router_that_is_not_finite_spoils_only_its_token() -> None:
     assert np.isfinite(found[others][..., [t for t in range(MIXED.vocab_size) if t != TOKENS[1, -1]]]).all()
 
 
+def test_a_correction_that_is_not_finite_reaches_the_logits() -> None:
+    weights = make_weights(SHAPES["sigmoids, corrected, in groups"])
+    tensors = dict(weights.read())
+    tensors["transformer.h.0.mlp.correction.bias"].values[5] = np.float32(np.nan)
+    broken = replace(weights, read=lambda: iter(tensors.items()))
+    assert np.isnan(logits(engine_of(broken))).all()
+    assert load_gpt(broken).eval()(torch.tensor(TOKENS)).isnan().all()
+
+
+def test_rows_of_few_inputs_fit_their_memory() -> None:
+    """In 8 bits they are padded to 64 inputs, which take more bytes than so few in float32."""
+    config = replace(MIXED, block_size=256, n_embd=16, n_inner=16, experts=Experts(256, 256, 16, True))
+    limits = EngineLimits(max_num_seqs=1, block_size=256, max_num_cached_tokens=256)
+    engine = NativeEngine(make_weights(config), limits, EngineConfig(engine="native", quantization="int8"))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 256).tolist()
+    whole = engine.extend(StepBatch([engine.open()], tokens, [256], [256])).copy()
+    engine.truncate(0, 0)
+    for i in range(3):
+        assert np.array_equal(engine.extend(StepBatch([0], tokens[i : i + 1], [1], [1]))[0], whole[i])
+    assert np.isfinite(whole).all()
+
+
 def test_calibration_sums_the_inputs_of_experts() -> None:
     engine = engine_of(make_weights(SHAPES["shared"]))
     engine.observe_inputs()

@@ -28,7 +28,8 @@ CHUNK = 64
 def route(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the chosen experts, (N, k) int64 in ascending order, and their weights, (N, k) float32.
 
-    Of equal scores, that of the lower index is chosen. If a logit is not finite, the weights of its token are NaN.
+    Of equal scores, that of the lower index is chosen. If a logit or a correction is not finite, the weights are
+    NaN.
 
     Args:
         logits: of the router, (N, E).
@@ -46,7 +47,8 @@ def route(logits: Tensor, experts: Experts, correction: Tensor | None = None) ->
     weights = scores.gather(-1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-    return chosen, weights * experts.scale + (logits * 0.0).sum(-1, keepdim=True)
+    checked = logits if correction is None else logits + correction
+    return chosen, weights * experts.scale + (checked * 0.0).sum(-1, keepdim=True)
 
 
 def _first(ranks: Tensor, count: int) -> Tensor:

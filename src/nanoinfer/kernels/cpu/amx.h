@@ -25,6 +25,9 @@ NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
   return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
 }
 
+// The compiler knows of no memory that a tile is loaded from: what was stored before must not be moved behind the load.
+NI_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
+
 // The tile registers for the life of this object: those of sums (0 to 3) have `rows` rows of 64 bytes. Those of activations (4,
 // 5) have as many, of `inputs` bytes, or `inputs_5`; weights (6, 7) have rows of 64 bytes, each with 4 bytes of inputs.
 struct TileRegisters {
@@ -110,6 +113,7 @@ inline void amx_bf16(const MatmulTask& task, std::int64_t part, std::int64_t par
   if (const std::int64_t rest = m.depth - steps * kInputs) {  // the panel ends inside a tile; prepared rows end with zeros
     alignas(64) std::uint8_t last[kBytes] = {};
     __builtin_memcpy(last, w, rest * kPanel * 2);
+    finish_stores();
     amx_bf16_step(x, next, last, second);
   }
   before.finish_some(task, before.rows);
@@ -206,6 +210,7 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
   for (std::int64_t from = 0; from < groups; from += kGroups) {
     const std::int64_t count = groups - from < kGroups ? groups - from : kGroups;
     unpack_amx<type>(m, panel, half, from, count, weights);
+    finish_stores();
     for (std::int64_t row = top; row < bottom; row += kTileRows) {
       const std::uint8_t* x = task.x + row * task.x_stride;
       const float* scales = (const float*)(x + m.depth) + from;  // of the first row; its shifts follow
@@ -263,6 +268,7 @@ inline void amx_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t 
         _mm512_store_si512(codes, _mm512_sub_epi8(_mm512_load_si512(codes), offset));
       }
     }
+    finish_stores();
     for (int half = 0; half < 2; ++half)
       for (std::int64_t row = top; row < bottom; row += kTileRows) {
         const std::uint8_t* x = task.x + row * task.x_stride;

@@ -56,6 +56,7 @@ NI_INLINE const std::uint8_t* whole_tile(const std::uint8_t* from, std::int64_t 
   if (units >= kTileUnits) return from;
   __builtin_memset(copy, 0, kTileBytes);
   __builtin_memcpy(copy, from, units * 64);
+  finish_stores();
   return copy;
 }
 
@@ -156,6 +157,7 @@ inline void tile_mix(const AttentionTask& t, TileQueries<CacheType::bf16>& rows,
     if (from < rows.begin[count - 1] || from + kBlock > rows.end[0]) {
       const std::int64_t rest = t.head_dim - first * 16;
       copy_finite(v, padded(t.head_dim), n, rest < 16 * n ? rest : 16 * n, from, count, rows, copy);
+      finish_stores();
       v = copy[0], bytes = sizeof copy[0];
     }
     const std::int64_t span = (from - base) / kSpan * kSpan;  // its weights are followed by nothing up to the next one
@@ -213,6 +215,7 @@ inline void tile_mix(const AttentionTask& t, TileQueries<CacheType::i8>& rows, i
     const std::int64_t next = from + kSpan, turn = from / kSpan % 2;
     if (next < rows.highest) copy_values(t, rows.highest, next, first, n, values[1 - turn]);
     const float* digits = weights + from - base;
+    finish_stores();
     zero_tiles();
     _tile_loadd(4, digits, stride * sizeof(float));
     _tile_loadd(5, digits + kSpanUnits<CacheType::i8>, stride * sizeof(float));
@@ -245,10 +248,12 @@ void attend_tile(const AttentionTask& t, std::int64_t row, int count) {
   float* s = t.scratch + floats;
   const std::int64_t base = rows.lowest / kSpan * kSpan, length = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
   const std::int64_t stride = length + kLanes;  // rows lie in different sets of the first-level cache
+  finish_stores();  // of the queries
   tile_scores<type>(t, rows, count, s, base, stride);
   for (std::int64_t b = base / kBlock; count <= kFewRows && b < base / kBlock + 2 && b * kBlock < rows.highest; ++b)
     prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
   for (int r = 0; r < count; ++r) softmax<type>(t, rows, r, s + r * stride, base, length);
+  finish_stores();  // of the weights
   constexpr std::int64_t kWide = 4 / C::kDigits;
   const std::int64_t vectors = padded(t.head_dim) / 16;
   for (std::int64_t v = 0; v < vectors; v += kWide)

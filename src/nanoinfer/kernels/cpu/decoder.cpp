@@ -124,6 +124,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
                 str(s.groups_per_token));
     require(s.group_top >= 1 && s.group_top <= size, "group_top is out of range: " + str(s.group_top));
     require(!s.parallel_residual && !s.shared_norm, "experts are not supported in parallel with attention");
+    require(s.gated_mlp, "experts need gated_mlp=True");
   }
   if (s.latent_rank) {
     for (const std::int64_t width : {s.latent_rank, s.latent_turned, s.latent_plain, s.latent_value})
@@ -133,6 +134,8 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
     check_float("latent_epsilon", s.latent_epsilon, 0, 1);
     require(s.head_dim == s.latent_rank + s.latent_turned && s.n_kv_head == 1 && !s.head_norm && !s.whole_norm,
             "latent attention needs head_dim=" + str(s.latent_rank + s.latent_turned) + ", n_kv_head=1 and no qk_norm");
+    for (const std::vector<float>& f : s.frequencies)
+      require(static_cast<std::int64_t>(2 * f.size()) <= s.latent_turned, "frequencies must be at most half of latent_turned");
     require(!s.sinks && !s.sub_norms && !s.rounded_inputs, "latent attention has no sinks, sub_norms or rounded_inputs");
     for (const LayerShape& l : s.layers)
       require(l.n_head == s.n_head && l.n_kv_head == 1 && l.head_dim == s.head_dim && l.num_projections == 3 && !l.value_norm,

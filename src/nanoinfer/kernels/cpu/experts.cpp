@@ -53,7 +53,7 @@ Mixture::Mixture(const DecoderShape& s)
   groups_.reserve(std::min(num_experts_, choices_));
   const std::int64_t floats = kMaxRows * (x_stride + logit_stride) + choices_ * (hidden_stride_ + out_stride_);
   const std::int64_t rows = choices_ + 15 * std::min(num_experts_, choices_);
-  const std::size_t bytes = prepared_bytes(WeightType::f32, std::max(n_embd_, expert_dim_));  // float32 takes the most
+  const std::size_t bytes = most_prepared_bytes(std::max(n_embd_, expert_dim_));
   memory_ = Buffer(floats * sizeof(float) + rows * bytes);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
@@ -64,7 +64,8 @@ Mixture::Mixture(const DecoderShape& s)
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
 }
 
-// The highest scores; of equal ones that of the expert with the lower index. If a logit is not finite, the weights are NaN.
+// The highest scores; of equal ones that of the expert with the lower index. If a logit or
+// a correction is not finite, the weights are NaN.
 void Mixture::choose(std::int64_t row, const std::vector<float>& correction) {
   float* logit = logits + row * logit_stride;
   std::int64_t* chosen = expert_.data() + row * per_token_;
@@ -74,6 +75,7 @@ void Mixture::choose(std::int64_t row, const std::vector<float>& correction) {
     largest = std::max(largest, logit[e]);
     zero += 0 * logit[e];
   }
+  for (const float c : correction) zero += 0 * c;
   if (sigmoid_)
     for (std::int64_t e = 0; e < num_experts_; ++e) logit[e] = 1 / (1 + std::exp(-logit[e]));
   const float* rank = logit;  // of a softmax, logits have the order of the scores

@@ -494,6 +494,9 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
   }
 }
 
+// float32's, but that few inputs are padded to more in other types.
+std::size_t most_prepared_bytes(std::int64_t in) { return prepared_bytes(WeightType::f32, std::max<std::int64_t>(32, in)); }
+
 Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in) {
   return {.type = type,
           .out = out,

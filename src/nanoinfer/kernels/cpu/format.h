@@ -24,6 +24,7 @@ std::int64_t padded_depth(WeightType type, std::int64_t in);
 std::size_t panel_bytes(WeightType type, std::int64_t in);
 // Bytes of one prepared row of activations, a multiple of 64.
 std::size_t prepared_bytes(WeightType type, std::int64_t in);
+std::size_t most_prepared_bytes(std::int64_t in);  // of all types
 // A view of a matrix of this shape without its memory, which the owner sets: panels * panel_bytes bytes of data, and
 // panels * kPanel scales and biases.
 Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in);

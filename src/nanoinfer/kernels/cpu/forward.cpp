@@ -42,7 +42,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  prepared_bytes_ = prepared_bytes(WeightType::f32, in);  // float32 takes the most bytes
+  prepared_bytes_ = most_prepared_bytes(in);
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
   memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_bytes_);
@@ -447,7 +447,9 @@ void ForwardPass::store(std::int64_t layer) {
     position_queries_and_keys(layer, r);
     if (l.num_projections == 1) return;
     for (std::int64_t h = 0; h < l.n_kv_head; ++h, k += l.head_dim, v += l.head_dim) {
-      if (l.value_norm) norm(model_.value_norm, v, l.head_dim, v);
+      if (l.value_norm)
+        kernels_.norm(Norm::rms, v, model_.value_norm.weight.data(), model_.value_norm.bias.data(), l.head_dim,
+                      model_.shape.epsilon, v);
       kernels_.store_kv(cache_.type(), k, v, l.head_dim, block_of_[r] + cache_.offset(layer, h),
                         rows_[r].position % kBlock);
     }

@@ -15,7 +15,7 @@ LatentHeads::LatentHeads(const DecoderShape& s)
       n_head_(s.n_head),
       head_stride_(std::max(panels_of(s.latent_rank), panels_of(s.latent_value)) * kPanel) {
   const std::int64_t floats = kMaxRows * (down_stride + up_stride + n_head_ * head_stride_);
-  const std::size_t bytes = prepared_bytes(WeightType::f32, std::max(s.latent_rank, s.latent_plain));
+  const std::size_t bytes = most_prepared_bytes(std::max(s.latent_rank, s.latent_plain));
   memory_ = Buffer(floats * sizeof(float) + n_head_ * padded_rows(kMaxRows) * bytes);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
