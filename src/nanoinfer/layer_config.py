@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
@@ -155,10 +155,13 @@ class Latent:
     """Width of the latent of queries; 0: they are a product of the layer's input."""
     norm_epsilon: float = 1e-6
     """Constant in the norms of the latents."""
+    further_layers: int = field(default=0, compare=False)
+    """Layers after the last one in a folder, which predict further tokens. They are not read."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "rotary_dim", "plain_dim", "value_dim"):
             require_int(f"latent {name}", getattr(self, name), 1, 2**15)
+        require_int("latent further_layers", self.further_layers, 0, 2**15)
         require_int("latent query_rank", self.query_rank, 0, 2**16)
         require_float("latent norm_epsilon", self.norm_epsilon, 0.0, 1.0)
 

@@ -16,7 +16,7 @@ from helpers.models import TINY, edit_config
 from helpers.quantized import CASES, base_folder, quantized_folders
 from nanoinfer.config import EngineConfig, Latent, LayerKind, ModelConfig
 from nanoinfer.engines import registry
-from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.checkpoints.huggingface import open_folder, save
 from nanoinfer.models.gpt_loading import load_gpt
 
 WIDE = families.LATENT | {
@@ -52,8 +52,16 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     before = dict(open_folder(tmp_path).read())
     further = {f"model__layers__4__{name}__weight": torch.ones(24, 24) for name in ("eh_proj", "enorm")}
     changed(tmp_path, **further)
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    refuses(lambda: open_folder(tmp_path), "n_layer=4, but the weights have 5 layers")
+    edit_config(tmp_path, num_nextn_predict_layers="1")
+    refuses(lambda: open_folder(tmp_path), "num_nextn_predict_layers='1' is not an integer")
+    edit_config(tmp_path, num_nextn_predict_layers=1)
     assert open_folder(tmp_path).config.n_layer == 4
     assert dict(open_folder(tmp_path).read()).keys() == before.keys()
+    edit_config(tmp_path, num_hidden_layers=2)
+    refuses(lambda: open_folder(tmp_path), "n_layer=2, but the weights have 4 layers")
+    edit_config(tmp_path, num_hidden_layers=4)
     changed(tmp_path, model__layers__x__weight=torch.ones(3))
     refuses(lambda: open_folder(tmp_path), "1 tensors are not part of the model: 'model.layers.x.weight'")
 
@@ -77,6 +85,8 @@ def test_the_correction_keeps_its_bits_in_16_bits(tmp_path: Path) -> None:
     found = load_gpt(weights).state_dict()[name]
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy(), expected)
+    save(weights, tmp_path / "saved")
+    np.testing.assert_array_equal(dict(open_folder(tmp_path / "saved").read())[name].float32(), expected)
 
 
 def test_quantized_weights_have_a_cache_of_16_bits(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.parameters import initial
+from nanoinfer.models.parameters import CORRECTION, initial
 from nanoinfer.utils.arrays import HostTensor
 
 
@@ -16,9 +16,8 @@ def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:
     dtype = torch_dtype(weights.dtype)
     with torch.device("meta"):  # names and shapes, but no memory for weights
         model = GPT(weights.config)
-    exact = "correction.bias"  # 16 bits do not tell apart what it tells apart
     state = {
-        name: to_torch(tensor).to(device, torch.float32 if name.endswith(exact) else dtype)
+        name: to_torch(tensor).to(device, torch.float32 if name.endswith(CORRECTION) else dtype)
         for name, tensor in weights.read()
     }
     if weights.config.tie_word_embeddings:

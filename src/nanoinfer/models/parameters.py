@@ -13,6 +13,8 @@ from nanoinfer.utils.arrays import HostTensor
 
 LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 """Beginning of the name of a layer's parameter; the group is the layer's index."""
+CORRECTION = "correction.bias"
+"""End of the name of what is added to scores where experts are chosen. It stays in float32, as its values are close."""
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -24,6 +24,7 @@ from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import init_weights, load_gpt
+from nanoinfer.models.parameters import CORRECTION
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
@@ -152,12 +153,14 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
     start = load_gpt(loaded.weights.shortened(config.block_size))
     model = GPT(start.config, config.dropout)
     model.load_state_dict(start.state_dict())
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(CORRECTION))  # which chooses experts, and has no gradient
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
 def make_optimizer(run: TrainRun) -> torch.optim.Optimizer:
     """Return AdamW for a run's model, with weight decay for matrices and embeddings only."""
-    parameters = list(run.model.parameters())
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
     config = run.config
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

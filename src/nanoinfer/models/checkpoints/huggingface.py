@@ -26,7 +26,7 @@ from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family
-from nanoinfer.models.parameters import shapes
+from nanoinfer.models.parameters import CORRECTION, shapes
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import escaped, read_object, write_folder
@@ -185,7 +185,7 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
         weights: of the model.
         folder: created if it does not exist.
         tokenizer_json: content of tokenizer.json, if there is one.
-        dtype: dtype of the stored weights; None is `weights.dtype`.
+        dtype: dtype of the stored weights but corrections; None is `weights.dtype`.
 
     Raises:
         NanoinferError: the folder cannot be written.
@@ -194,7 +194,8 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     family = FAMILIES[config.family]
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
-        tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
+        kept = "float32" if name.endswith(CORRECTION) else dtype
+        tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(kept)))
     tensors = family.to_stored(config, tensors)
     firsts = tuple(f".{parts[0].format(0)}.{of}" for parts in family.fused.values() for of in ("weight", "bias"))
     for name in [name for name in tensors if name.endswith(firsts)]:

@@ -28,7 +28,7 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
         groups_per_token=f.integer("topk_group", 4),
         group_top=2,
     )
-    return latent.read_layers(f, config, mixture, f.integer("first_k_dense_replace", 3, 0))
+    return latent.read_layers(f, config, mixture, f.integer("first_k_dense_replace", 3, 0), further=1)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:

@@ -28,7 +28,6 @@ FIXED = llama.FIXED | {"head_size": 1}  # until `read_layers` knows it
 ONLY = {"attention_bias": (False,), "moe_layer_freq": (1,), "pretraining_tp": (1, None)}
 HARMLESS = (
     *experts.HARMLESS, "num_key_value_heads", "head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux",
-    "num_nextn_predict_layers", "num_mtp_layers",
 )  # fmt: skip
 _KV, _KEYS, _VALUES = (f"self_attn.kv_b_proj{end}" for end in ("", ".keys", ".values"))
 _CORRECTION = "mlp.gate.e_score_correction"
@@ -52,11 +51,15 @@ _SIZES = {
 }
 
 
-def read_layers(f: Fields, config: ModelConfig, mixture: Experts, first: int) -> dict[str, Any]:
-    """Return the fields of a model with latent attention, and with experts from layer `first` on."""
+def read_layers(f: Fields, config: ModelConfig, mixture: Experts, first: int, further: int = 0) -> dict[str, Any]:
+    """Return the fields of a model with latent attention, and with experts from layer `first` on.
+
+    `further` is the default of the number of layers that predict further tokens.
+    """
     sizes = {ours: f.integer(theirs, default) for theirs, (ours, default) in _SIZES.items()}
     query_rank = 0 if f.get("q_lora_rank", 1536) is None else f.integer("q_lora_rank", 1536)
-    latent = Latent(**sizes, query_rank=query_rank)
+    further = f.integer("num_nextn_predict_layers", f.integer("num_mtp_layers", further, 0), 0)
+    latent = Latent(**sizes, query_rank=query_rank, further_layers=further)
     found = rotated(f, ModelConfig(block_size=config.block_size, head_size=latent.rotary_dim))
     rotary, scale = found["layers"][0].rotary, latent.query_dim**-0.5
     given = f.get("rope_parameters") or f.get("rope_scaling") or {}
@@ -132,11 +135,13 @@ def _heads(config: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def from_stored(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`Family.from_stored`. Layers after the last one, which predict further tokens, are left out."""
+    """`Family.from_stored`. Layers after the last one that predict further tokens are left out."""
+    assert config.latent is not None
+    further = range(config.n_layer, config.n_layer + config.latent.further_layers)
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
-        if layer is not None and int(layer[1]) >= config.n_layer:
+        if layer is not None and int(layer[1]) in further:
             continue
         if not name.endswith(f"{_KV}.weight"):
             found[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
