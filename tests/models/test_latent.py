@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,27 @@ def test_fields_that_do_not_fit_are_named() -> None:
     )
     refuses(lambda: Latent(0, 4, 6, 5), "latent rank=0 is not an integer in [1, 32768]")
     assert not TINY.latent
+
+
+@pytest.mark.parametrize("case", ["opt", "deepseek_v3"])
+def test_sizes_are_compared_before_rows_are_listed(case: str, tmp_path: Path) -> None:
+    families.make_folder(case, tmp_path)
+    edit_config(tmp_path, **{"max_position_embeddings" if case == "opt" else "num_attention_heads": 2**24})
+    if case != "opt":  # whose heads are compared first
+        changed(tmp_path, **{KV.replace("1", str(i)).replace(".", "__"): None for i in range(4)})
+    tracemalloc.start()
+    refuses(lambda: open_folder(tmp_path), f"requires [{2**24 + 2 if case == 'opt' else 2**28}, ")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+def test_rotary_parameters_that_are_empty_are_missing(tmp_path: Path) -> None:
+    families.make_folder("deepseek_v3", tmp_path)
+    yarn = families.YARN | {"mscale_all_dim": 0.5}
+    edit_config(tmp_path, rope_parameters=yarn)
+    expected = open_folder(tmp_path).config
+    edit_config(tmp_path, rope_parameters={}, rope_scaling=yarn)
+    assert open_folder(tmp_path).config == expected
+    edit_config(tmp_path, rope_scaling="yarn")
+    refuses(lambda: open_folder(tmp_path), "rope_scaling='yarn' is not an object")

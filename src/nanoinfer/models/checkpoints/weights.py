@@ -302,7 +302,8 @@ def _assemble(
             )
         part = stored[name] if recipe.folded == 1 else stored[name].unfolded(recipe.folded)
         parts.append(part.t() if recipe.transposed else part)
-    return parts[0] if len(parts) == 1 and recipe.order is None else JoinedTensor(tuple(parts), recipe.order)
+    order = recipe.order()
+    return parts[0] if len(parts) == 1 and order is None else JoinedTensor(tuple(parts), order)
 
 
 def _equal(a: StoredTensor, b: StoredTensor | JoinedTensor) -> bool:

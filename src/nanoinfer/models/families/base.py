@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ class Recipe:
 
     parts: tuple[tuple[str, int], ...]
     """Name and number of rows of each stored tensor."""
-    order: NDArray[np.intp] | None = None
-    """Row i of ours is row order[i] of the joined ones, some of which may be left out; None: the same order."""
+    order: Callable[[], NDArray[np.intp] | None] = lambda: None
+    """Return an array `order`: row i of ours is row order[i] of the joined ones, some of which may be left out; None:
+    the same order. Shapes are compared before, as a config may have any sizes."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
     folded: int = 1
@@ -40,9 +42,9 @@ class Recipe:
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
         values = tensor.values
-        if self.order is not None:
+        if (order := self.order()) is not None:
             values = np.zeros((sum(rows for _, rows in self.parts), *values.shape[1:]), values.dtype)
-            values[self.order] = tensor.values
+            values[order] = tensor.values
         if self.folded > 1:
             values = values.reshape(len(values) // self.folded, -1)
         start = 0
@@ -157,12 +159,12 @@ class Family:
         layer, part, suffix = split_name(name)
         theirs = self.names[part]
         prefix = "" if layer is None else self.layer.format(layer)
-        order = self.order(config, part)
+        order = partial(self.order, config, part)
         if isinstance(theirs, str) and "{}" in theirs and config.experts is not None:
             count = config.experts.count
             return Recipe(tuple((f"{prefix}{theirs.format(e)}{suffix}", rows // count) for e in range(count)))
         if (first := self.first_row.get(part)) is not None:
-            return Recipe(((f"{prefix}{theirs}{suffix}", first + rows),), np.arange(first, first + rows))
+            return Recipe(((f"{prefix}{theirs}{suffix}", first + rows),), partial(np.arange, first, first + rows))
         if isinstance(theirs, str):
             if part in self.folded:
                 return Recipe(((f"{prefix}{theirs}{suffix}", rows // config.n_layer),), folded=config.n_layer)

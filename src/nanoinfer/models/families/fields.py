@@ -110,7 +110,7 @@ class Fields:
             scaled: whether `rope_scaling` applies to these layers.
             original: default of original_max_position_embeddings; None: that in the object, or the context length.
         """
-        given, base = self._rope(kind, scaled), self.get(theta_field, theta)
+        given, base = self.rope(kind, scaled), self.get(theta_field, theta)
         context = "original_max_position_embeddings"  # transformers reads the field outside the object first
         inside = given.get(context, config.block_size) if original is None else original
         values = frequencies.read(_type(given), given, self.get(context, inside), config.block_size)
@@ -121,9 +121,10 @@ class Fields:
         dim = self._rotary_dim(config.head_dim, given, share)
         return Rotary(dim, **values | {"base": given.get("rope_theta", base)})
 
-    def _rope(self, kind: str | None, scaled: bool) -> dict[str, Any]:
-        """Return the object with the rotary parameters of a type of layer; empty if there is none."""
+    def rope(self, kind: str | None = None, scaled: bool = True) -> dict[str, Any]:
+        """Return the object with the rotary parameters of a type of layer; empty if there is none. As `rotary`."""
         given, old = self.get("rope_parameters"), self.get("rope_scaling")
+        given = None if given == {} else given
         name = "rope_scaling" if given is None else "rope_parameters"
         if given is None:
             given = old if scaled and old is not None else {}

@@ -62,8 +62,7 @@ def read_layers(f: Fields, config: ModelConfig, mixture: Experts, first: int, fu
     latent = Latent(**sizes, query_rank=query_rank, further_layers=further)
     found = rotated(f, ModelConfig(block_size=config.block_size, head_size=latent.rotary_dim))
     rotary, scale = found["layers"][0].rotary, latent.query_dim**-0.5
-    given = f.get("rope_parameters") or f.get("rope_scaling") or {}
-    if share := given.get("mscale_all_dim"):
+    if share := f.rope().get("mscale_all_dim"):
         scale *= magnitude(rotary.factor, require_float("mscale_all_dim", share, 0.0, 1e3)) ** 2
     found["layers"] = (found["layers"][0],) * config.n_layer
     attention = {"latent": latent, "head_size": latent.head_dim, "num_kv_heads": 1, "attention_scale": scale}
@@ -115,14 +114,16 @@ def order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     """`Family.order`: a file has pairs of rotated dimensions (2 i, 2 i + 1), ours are i and i + rotary_dim / 2."""
     latent = config.latent
     assert latent is not None
+    if part not in ("attn.q_b", "attn.c_attn"):
+        return None
     turned = np.arange(latent.rotary_dim).reshape(-1, 2).T.reshape(-1)
     head = np.concatenate((np.arange(latent.plain_dim), latent.plain_dim + turned))
-    queries: NDArray[np.intp] = (np.arange(config.n_head)[:, None] * latent.query_dim + head).reshape(-1)
+    if part == "attn.c_attn" and latent.query_rank:
+        first = np.arange(latent.query_rank)
+    else:
+        first = (np.arange(config.n_head)[:, None] * latent.query_dim + head).reshape(-1)
     if part == "attn.q_b":
-        return queries
-    if part != "attn.c_attn":
-        return None
-    first = np.arange(latent.query_rank) if latent.query_rank else queries
+        return first
     after = len(first) + latent.rank
     rows: NDArray[np.intp] = np.concatenate((first, np.arange(len(first), after), after + turned))
     return rows
