@@ -213,6 +213,24 @@ def test_experts_in_every_format_are_matrices_of_its_blocks(kind: int, tmp_path:
     refuses(lambda: gguf.open_file(wrong), "blk.0.ffn_up_exps.weight is [2, 48, 256]")
 
 
+@pytest.mark.parametrize("shape", [(100,), (20, 5), (5, 20, 1), (4, 25)])
+def test_biases_of_experts_have_a_row_for_each(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model, name = make_folder("gpt_oss", tmp_path / "hf"), "blk.1.ffn_up_exps.bias"
+    wrong = convert(model, tmp_path / "a.gguf", tensors={name: as_f32(np.zeros(shape))})
+    refuses(lambda: gguf.open_file(wrong), f"a.gguf: tensor {name} is {list(shape)}, but the config requires [5, 20]")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_of_blocks_are_unfolded(count: int, tmp_path: Path) -> None:
+    """To rows of whole blocks, or to dense rows."""
+    blocks = random_blocks(Q4_0, 6)
+    tensor = read_gguf(write_gguf(tmp_path / "a.gguf", {}, {"t": Stored((3, 64), Q4_0, blocks.tobytes())})).tensors["t"]
+    found = tensor.unfolded(count)
+    assert (found.shape, found.block_format) == ((3 * count, 64 // count), "q4_0" if count == 2 else None)
+    values = FORMATS[Q4_0].dequantize(blocks).reshape(found.shape)
+    np.testing.assert_array_equal(found.read().float32(), values)
+
+
 # What is refused -------------------------------------------------------------------------------------------------
 
 

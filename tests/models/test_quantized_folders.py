@@ -133,6 +133,52 @@ def test_mxfp4_of_several_matrices(tmp_path: Path) -> None:
     )
 
 
+def test_a_mixture_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of transformers 5: rows of gate and up projection follow each other, (experts, out, in)."""
+    size = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "head_dim": 16, "num_hidden_layers": 2}
+    monkeypatch.setitem(FAMILY_CASES, "mixtral-64", ("MixtralConfig", size))
+    model, rng = make_folder("mixtral-64", tmp_path), np.random.default_rng(0)
+    stored, expected = {name: p for name, p in model.state_dict().items() if ".experts." not in name}, {}
+    for name, p in model.state_dict().items():
+        if ".experts." not in name:
+            continue
+        experts, rows, columns = p.shape
+        codes = rng.integers(0, 16, p.shape)
+        exponents = rng.integers(122, 126, (experts, rows, columns // 32))
+        pairs = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(experts, rows, -1, 16)
+        stored[f"{name}_scales"] = torch.tensor(exponents, dtype=torch.uint8)
+        stored[f"{name}_blocks"] = torch.tensor(pairs, dtype=torch.uint8)
+        numbers = np.array(E2M1 + [-n for n in E2M1])[codes] * np.repeat(2.0 ** (exponents - 127), 32, axis=2)
+        start = f"transformer.h.{name.split('.')[2]}.mlp.experts."
+        if name.endswith("down_proj"):
+            expected[f"{start}c_proj.weight"] = numbers.reshape(-1, columns)
+        else:
+            for part, half in zip(("c_gate", "c_fc"), np.split(numbers, 2, axis=1), strict=True):
+                expected[f"{start}{part}.weight"] = half.reshape(-1, columns)
+    save_file(stored, tmp_path / "model.safetensors")
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    weights = open_folder(tmp_path)
+    found = dict(weights.read())
+    assert weights.block_formats == {name: (("mxfp4", len(values)),) for name, values in expected.items()}
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].float32(), values)
+
+
+def test_a_quantized_table_of_per_layer_embeddings(tmp_path: Path) -> None:
+    """A row of bitsandbytes has a scale, and makes one of our rows for each layer."""
+    make_folder("gemma4", tmp_path)
+    name, stored = "model.embed_tokens_per_layer.weight", load_file(tmp_path / "model.safetensors")
+    codes = torch.randint(-127, 128, stored[name].shape, dtype=torch.int8)
+    scales = torch.rand(len(codes)) + 1
+    stored |= {name: codes, name.replace("weight", "SCB"): scales}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    found = dict(open_folder(tmp_path).read())["transformer.per_layer.wte.weight"]
+    assert found.shape == (61 * 4, 19)
+    expected = codes.double() * scales.double()[:, None] / 127
+    np.testing.assert_allclose(found.float32(), expected.reshape(-1, 19), rtol=1e-6)
+
+
 @torch.inference_mode()
 def test_a_gpt_oss_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of gate and up projection alternate. Plain experts are (in, out), quantized ones (out, in)."""

@@ -31,7 +31,7 @@ from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_latent import JOINED_HEADS, OF_HEADS
 from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
-from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES, latent
 from nanoinfer.models.families.base import Family, interleaved
@@ -63,7 +63,9 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
         known = ", ".join(ARCHITECTURES)
         raise NanoinferError(f"{where}: general.architecture={show(arch)} is not supported: only {known} are")
     config = _read_config(file, where, arch, layout)
-    return check(config, _as_stored(file, config, layout), where, dtype, stored_family(config, layout)), file.metadata
+    with about(where):
+        stored = _as_stored(file, config, layout)
+    return check(config, stored, where, dtype, stored_family(config, layout)), file.metadata
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -136,7 +138,10 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
         stacked = stacked or (name.endswith(OF_HEADS) and len(t.shape) == 3 and t.shape[0] == config.n_head)
         if stacked or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
-        if name.endswith(STACKED_BIASES) and t.strides == contiguous(t.shape):
+        if name.endswith(STACKED_BIASES) and config.experts is not None:
+            wanted = (config.experts.count, config.n_embd if "ffn_down" in name else config.experts.width)
+            if t.shape != wanted:
+                raise NanoinferError(f"tensor {name} is {list(t.shape)}, but the config requires {list(wanted)}")
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
     for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
         parts = latent.split(config, name, tensors.pop(name))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
-from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+from nanoinfer.models.checkpoints.stored import ChangedTensor, StoredTensor, contiguous
 from nanoinfer.utils.arrays import BlockMatrix, FileBlocks, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
@@ -63,6 +63,13 @@ class BlockTensor(StoredTensor):
 
     def _stored_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.format.block_size * self.format.block_bytes
+
+    def unfolded(self, count: int) -> StoredTensor:
+        """As `StoredTensor.unfolded`; of dense values if the new rows are no whole blocks."""
+        shape = (self.shape[0] * count, self.shape[1] // count)
+        if shape[1] % self.format.block_size == 0:
+            return super().unfolded(count)
+        return ChangedTensor.of(self, shape, lambda values: values.reshape(shape))
 
     @property
     def block_format(self) -> str | None:

@@ -202,7 +202,7 @@ def _of_experts(tensor: StoredTensor, num_experts: int, count: int, alternating:
         return []
     if not alternating:
         fits = len(tensor.shape) == 3 and not tensor.shape[1] % count
-        return tensor.merged().equal_parts(num_experts * count) if fits else []
+        return [part for one in tensor.each() for part in one.equal_parts(count)] if fits else []
     is_matrix = len(tensor.shape) == 3
     if tensor.shape[-1] % count or not (is_matrix or (len(tensor.shape) == 2 and type(tensor) is StoredTensor)):
         return []

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import OFFSETS, assemble
-from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+from nanoinfer.models.checkpoints.stored import ChangedTensor, StoredTensor, contiguous
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.arrays import BlockMatrix, HostTensor
 from nanoinfer.utils.checks import show
@@ -93,6 +93,11 @@ class QuantizedTensor(StoredTensor):
         """As `StoredTensor.equal_parts`."""
         shape = (self.shape[0] // count, *self.shape[1:])
         return [replace(self, shape=shape, first=self.first + i * shape[0]) for i in range(count)]
+
+    def unfolded(self, count: int) -> StoredTensor:
+        """As `StoredTensor.unfolded`, of dense values: a row's scales may be those of several rows."""
+        shape = (self.shape[0] * count, self.shape[1] // count)
+        return ChangedTensor.of(self, shape, lambda values: values.reshape(shape))
 
     def each(self) -> list[StoredTensor]:
         """As `StoredTensor.each`, for several matrices."""
