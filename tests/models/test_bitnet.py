@@ -30,6 +30,7 @@ from nanoinfer.models.checkpoints import gguf_export, packed  # noqa: E402
 from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
 from nanoinfer.models.rounded_inputs import rounded  # noqa: E402
+from nanoinfer.roofline.shapes import find_shape  # noqa: E402
 from nanoinfer.training.loop import prepare  # noqa: E402
 from nanoinfer.training.train_config import TrainConfig  # noqa: E402
 from nanoinfer.utils.arrays import to_numpy  # noqa: E402
@@ -194,6 +195,7 @@ def test_a_saved_folder_and_a_packed_one_are_the_same_model(
     assert_close(load_gpt(open_folder(tmp_path / "saved"))(TEXTS), expected)
     packed.write_folder(weights, tmp_path / "packed", "float32", None, threads=1)
     assert np.array_equal(native(tmp_path / "packed"), native(folder))
+    assert find_shape(str(tmp_path / "packed")) == weights.config
     llama = open_folder(folder_of("llama")[1])
     refuses(lambda: gguf_export.write_file(llama, tmp_path / "m.gguf", "F32", {}, "m"), "rounded_inputs=True")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf, hf_config, huggingface, nanochat, nanogpt
+from nanoinfer.models.checkpoints import gguf, hf_config, huggingface, nanochat, nanogpt, packed
 from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.presets import PRESETS
@@ -56,7 +56,8 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
             return nanochat.open_checkpoint(checkpoint).config, None
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config, None
-        if path.is_dir() and hf_config.quantization(path / "config.json") is not None:
+        quantized = path.is_dir() and not packed.is_packed(path)  # packed weights are in a format of engine native
+        if quantized and hf_config.quantization(path / "config.json") is not None:
             return _stored(huggingface.open_folder(path))
         if path.is_dir():
             return hf_config.read(path / "config.json"), None
