@@ -77,30 +77,18 @@ NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take) {
   return most / (float)kMost + bad;
 }
 
-#if defined(__AVX512BW__)
-// Store 16 numbers as number `part` of 16 units.
-NI_INLINE void store_parts(const std::uint16_t* x, std::uint16_t* units, std::int64_t part) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
-  _mm512_mask_storeu_epi16(units, 0x55555555u << part, _mm512_slli_epi32(wide, (unsigned)(16 * part)));
-}
-NI_INLINE void store_parts(const std::int8_t* x, std::int8_t* units, std::int64_t part) {
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)x));
-  _mm512_mask_storeu_epi8(units, 0x1111111111111111ull << part, _mm512_slli_epi32(wide, (unsigned)(8 * part)));
-}
-#endif
-
 // Store 16 numbers of a key, dimensions d to d + 15, and of a value.
 template <class C>
 struct Slot {
   Unit* keys;            // unit u of the key: keys[u * kBlock]
   typename C::T* value;  // of dimension d: value[d * C::kUnit]
-  std::int64_t head_dim, part;  // part: which number of a unit of values
+  std::int64_t head_dim;
 
-  Slot(std::uint8_t* of_head, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim), part(slot % C::kUnit) {
-    Unit* const from = (Unit*)(of_head + C::kScales);
+  Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim) {
+    Unit* const from = (Unit*)(part + C::kScales);
     const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
     keys = from + slot;
-    value = (typename C::T*)(from + units * kBlock + slot / C::kUnit * padded(head_dim)) + part;
+    value = (typename C::T*)(from + units * kBlock + slot / C::kUnit * padded(head_dim)) + slot % C::kUnit;
   }
   template <class Numbers>
   void key(std::int64_t d, Numbers x, Unit flip) const {
@@ -115,11 +103,6 @@ struct Slot {
     C::narrow(x, units);
     typename C::T numbers[16];
     __builtin_memcpy(numbers, units, sizeof numbers);
-#if defined(__AVX512BW__)
-    // One store that changes only these numbers: another thread may store those of the next position.
-    if constexpr (sizeof(typename C::T) < sizeof(Unit))
-      if (d + 16 <= head_dim) return store_parts(numbers, (typename C::T*)((Unit*)(value - part) + d), part);
-#endif
     for (std::int64_t j = 0; j < 16 && d + j < head_dim; ++j) value[(d + j) * C::kUnit] = numbers[j];
   }
 };
