@@ -293,7 +293,9 @@ inline void amx_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t 
                 f32x16 product = to_float(load_ints(dot[r])) * scale;
                 if constexpr (C::kMinimum) {
                   const std::int32_t* of_row = minus + r * stride + 2 * g;
-                  const std::int32_t sum = C::kScales == 1 ? of_row[0] + of_row[1] : of_row[s];
+                  // Unsigned: those of rows after the last one may be any numbers.
+                  const std::uint32_t both = (std::uint32_t)of_row[0] + (std::uint32_t)of_row[1];
+                  const std::int32_t sum = C::kScales == 1 ? (std::int32_t)both : of_row[s];
                   product = fma(minimum, broadcast((float)sum), product);
                 }
                 acc[r] = fma(product, broadcast(scales[r * stride + g]), acc[r]);
