@@ -90,6 +90,7 @@ struct alignas(64) AmxBlock {
   }
 };
 
+constexpr std::int64_t kPrefetch = 4 << 10;
 // While the rows are multiplied by a panel, in `parts` calls, the next panel is prefetched. A single call has no time for
 // that and prefetches kPrefetch bytes ahead. `before` is finished, and `block` filled.
 inline void amx_bf16(const MatmulTask& task, std::int64_t part, std::int64_t parts, AmxBlock& before, AmxBlock& block) {

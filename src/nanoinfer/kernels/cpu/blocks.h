@@ -2,15 +2,12 @@
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 //
 // A group of 32 inputs adds  scale_a (scale_w sum (code - offset) a - minimum sum a)  to each sum, with the exact sums of
-// integers of each 16 or 32 inputs that share a scale. One or two rows read the weights from their records. For more, the
-// records are unpacked, 256 inputs at a time, and all rows of a block are multiplied with them. Both read the same numbers
-// and compute with the same functions, so the result of a row does not depend on the number of rows.
+// integers of each 16 or 32 inputs that share a scale. A tile of rows reads the weights from their records, or records are
+// unpacked, 256 inputs at a time, and all rows of a block are multiplied with them. Both read the same numbers and compute
+// with the same functions, so the result of a row does not depend on the number of rows.
 #pragma once
 
 #include "products.h"
-
-// Bytes to prefetch ahead with narrow registers, and for chunks: the next are read while rows are multiplied with this one.
-constexpr std::int64_t kPrefetchFar = 16 << 10;
 
 // How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
 // Codes of 8 bits are made signed for that.
@@ -200,18 +197,19 @@ NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int
   }
 }
 
+// As `tile` (products.h), which multiplies with numbers.
 template <WeightType type, int M>
-void multiply_rows(const MatmulTask& task, std::int64_t panel) {
+void tile_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t, std::int64_t) {
   using R = Record<type>;
   const Matrix& w = *task.w;
-  const Tile t{w.data + panel * w.panel_bytes, task.x, w.depth};
+  const Tile t{w.data + panel * w.panel_bytes, task.x + row * task.x_stride, w.depth, nullptr, 0};
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
-    const R record(t.w + g / R::kGroups * R::f.record(), kWidth == 16 ? R::f.ahead() : kPrefetchFar);
+    const R record(t.w + g / R::kGroups * R::f.record(), kWidth == 16 && M <= 2 ? R::f.ahead() : kPrefetchFar);
     add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
   }
-  finish_panel<M>(task, panel, 0, acc);
+  finish_panel<M>(task, panel, row, acc);
 }
 
 // A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
@@ -221,7 +219,7 @@ void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, i
   const Matrix& w = *task.w;
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = from ? load(sums[m] + 16 * h) : broadcast(0.0f);
-  const Tile t{nullptr, task.x + row * task.x_stride, w.depth};
+  const Tile t{nullptr, task.x + row * task.x_stride, w.depth, nullptr, 0};
   add_groups<C, M>(chunk, chunk.offset_bits, count, BlockUnits<M>(t, from), acc);
   if (from + count == w.depth / 32) return finish_panel<M>(task, panel, row, acc);
   NI_ROWS NI_HALVES store(sums[m] + 16 * h, acc.v[m][h]);
@@ -239,12 +237,7 @@ template <class C>
 struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
 
 template <WeightType type>
-void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  if (task.rows <= 2) {
-    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, 2>;
-    for (std::int64_t panel = begin; panel < end; ++panel) multiply(task, panel);
-    return;
-  }
+void matmul_chunks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   using C = ChunkOf<type>;
   constexpr std::int64_t kBlockTiles = 96 / kRowsInt;  // 12 KiB of sums
   const Matrix& w = *task.w;

@@ -9,6 +9,63 @@
 NI_INLINE bool uses_amx(WeightType, std::int64_t) { return false; }
 #endif
 
+using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
+template <WeightType type, int M>
+constexpr TileFunction tile_of() {
+  if constexpr (has_blocks(type)) return tile_blocks<type, M>;
+  else return tile<type, M>;
+}
+
+// The tile function for each number of rows, 1 to kMax.
+template <WeightType type, int... M>
+struct Tiles {
+  static constexpr int kMax = sizeof...(M);
+  static constexpr TileFunction kTable[] = {tile_of<type, M>()...};
+};
+#define NI_TILES_2(type) Tiles<type, 1, 2>
+#define NI_TILES_3(type) Tiles<type, 1, 2, 3>
+#define NI_TILES_6(type) Tiles<type, 1, 2, 3, 4, 5, 6>
+#define NI_TILES_12(type) Tiles<type, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>
+template <WeightType type, int rows>
+struct TilesFor;
+template <WeightType type>
+struct TilesFor<type, 1> : Tiles<type, 1> {};
+template <WeightType type>
+struct TilesFor<type, 2> : NI_TILES_2(type) {};
+template <WeightType type>
+struct TilesFor<type, 3> : NI_TILES_3(type) {};
+template <WeightType type>
+struct TilesFor<type, 6> : NI_TILES_6(type) {};
+template <WeightType type>
+struct TilesFor<type, 12> : NI_TILES_12(type) {};
+
+template <class T>
+void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const Tiling tiling(task.rows, T::kMax);
+  std::int64_t block = (std::int64_t)(kRowBlockBytes / (task.x_stride * T::kMax));  // tiles
+  if (block < 1) block = 1;
+  for (std::int64_t top = 0; top < tiling.tiles; top += block) {
+    const std::int64_t bottom = top + block < tiling.tiles ? top + block : tiling.tiles;
+    for (std::int64_t panel = begin; panel < end; ++panel)
+      for (std::int64_t i = top; i < bottom; ++i) {
+        const std::int64_t from = tiling.begin(i), to = tiling.begin(i + 1);
+        T::kTable[to - from - 1](task, panel, from, i - top, bottom - top);
+      }
+  }
+}
+
+// The most rows whose tiles each unpack the weights; with more, it pays to unpack them once for all (docs/log.md, 2026-11-26).
+template <WeightType type>
+constexpr std::int64_t kRowsDirect =
+    kWidth < 16 || kPairs ? 2 : BlockFormat(type).bits == 8 ? INT64_MAX : 24;
+
+template <WeightType type>
+void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t most = kRowsDirect<type>;
+  if (task.rows <= most) return matmul_as<TilesFor<type, most == 2 ? 2 : kRowsInt>>(task, begin, end);
+  if constexpr (most < INT64_MAX) matmul_chunks<type>(task, begin, end);
+}
+
 void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
 #if defined(__AMX_TILE__)
   if (uses_amx(task.w->type, task.rows)) return matmul_amx(task, begin, end);

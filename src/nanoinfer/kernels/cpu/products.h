@@ -2,11 +2,13 @@
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
-// One row waits for memory. With wide registers, its prefetches go into the second-level cache: into the first level they are
-// slower at every distance. Numbers of 8 to 32 bits are read nearly as fast without them, because the CPU has many loads in
-// flight and its own prefetchers; a long distance is slower there, but faster where a line of weights takes more instructions.
-// With more rows or narrow registers, a line takes longer. Measured on Zen 4 (docs/log.md, 2026-11-25).
-constexpr std::int64_t kPrefetch = 4 << 10, kPrefetchRow = 3 << 10, kPrefetchRowInt4 = 12 << 10;
+// Bytes to prefetch ahead. With wide registers, prefetches go into the second-level cache: into the first level they are
+// slower at every distance. One or two rows: numbers of 8 to 32 bits are read nearly as fast without them, because the CPU
+// has many loads in flight and its own prefetchers; a long distance is slower there, but faster where a line of weights takes
+// more instructions. Three or four rows are multiplied fastest without prefetches, more with a long distance. Measured on Zen 4
+// (docs/log.md, 2026-11-25 and 2026-11-26).
+constexpr std::int64_t kPrefetchRow = 3 << 10, kPrefetchRowInt4 = 12 << 10, kPrefetchFar = 16 << 10;
+constexpr int kRowsNear = 4;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
@@ -20,6 +22,8 @@ struct Tile {
   const std::uint8_t* w;
   const std::uint8_t* x;
   std::int64_t depth;
+  const std::uint8_t* ahead;  // what to prefetch, `stride` bytes for each line of weights
+  std::int64_t stride;
 
   template <class T>
   const T* units(std::int64_t from, int rows) const {
@@ -44,12 +48,15 @@ struct Acc {
 #define NI_ROWS NI_UNROLL(16) for (int m = 0; m < M; ++m)
 #define NI_HALVES NI_UNROLL(2) for (int h = 0; h < 2; ++h)
 
-// Prefetch the 128 bytes of a line for M rows; `row`: the distance for one or two.
+// Prefetch for a line of 128 bytes of weights and M rows; `row`: the distance for one or two.
 template <int M>
-NI_INLINE void prefetch_line(const void* w, std::int64_t row = kPrefetchRow) {
-  constexpr bool far = M <= 2 && kWidth == 16;
-  const char* const line = (const char*)w + (far ? row : kPrefetch);
-  for (int at = 0; at < 128; at += 64) far ? prefetch_l2(line + at) : prefetch(line + at);
+NI_INLINE void prefetch_line(const void* w, const std::uint8_t*& ahead, std::int64_t stride, std::int64_t row = kPrefetchRow) {
+  if constexpr (M <= 2 && kWidth == 16) {
+    for (int at = 0; at < 128; at += 64) prefetch_l2((const char*)w + row + at);
+  } else {
+    for (int at = 0; at < 128; at += 64) prefetch_l2(ahead + at);
+    ahead += stride;
+  }
 }
 
 NI_INLINE f32x16 weights_at(const float* w) { return load(w); }
@@ -58,9 +65,10 @@ NI_INLINE f32x16 weights_at(const std::uint16_t* w) { return load_f16(w); }
 template <class W, int M>  // W: float, or the bits of a float16
 NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
   const W* w = (const W*)t.w;
+  const std::uint8_t* ahead = t.ahead;
   const float* x = t.units<float>(0, M);
   for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
-    prefetch_line<M>(w);
+    prefetch_line<M>(w, ahead, t.stride);
     const f32x16 w0 = weights_at(w), w1 = weights_at(w + 16);
     NI_ROWS {
       const f32x16 a = broadcast(x[m]);
@@ -72,10 +80,10 @@ NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
 
 template <int M>
 NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs in each step
-  const std::uint8_t* w = t.w;
+  const std::uint8_t *w = t.w, *ahead = t.ahead;
   const std::int32_t* x = t.units<std::int32_t>(0, M);
   for (std::int64_t k = 0; k < t.depth / 2; ++k, w += 128, x += M) {
-    prefetch_line<M>(w);
+    prefetch_line<M>(w, ahead, t.stride);
     const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
     NI_ROWS {
       acc.v[m][0] = dot2_bf16(acc.v[m][0], w0, x[m]);
@@ -100,13 +108,13 @@ NI_INLINE Int8Units int8_units(const Tile& t) {
 // Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at the shift.
 template <int M>
 NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
-  const std::uint8_t* w = t.w;
+  const std::uint8_t *w = t.w, *ahead = t.ahead;
   Int8Units u = int8_units<M>(t);
   for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
     for (int k = 0; k < kGroup / 4; ++k, w += kLine, u.x += M) {
-      prefetch_line<M>(w);
+      prefetch_line<M>(w, ahead, t.stride);
       const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
@@ -124,13 +132,13 @@ template <int M>
 NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   const std::int64_t groups = t.depth / kGroup;
   const std::uint8_t* meta = t.w;
-  const std::uint8_t* w = t.w + int4_numbers(t.depth);
+  const std::uint8_t *w = t.w + int4_numbers(t.depth), *ahead = t.ahead;
   Int8Units u = int8_units<M>(t);
   for (std::int64_t g = 0; g < groups; ++g, meta += kInt4Group, u.x += M * (kGroup / 8), u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
     for (int k = 0; k < kGroup / 8; ++k, w += kLine, u.x += M) {
-      prefetch_line<M>(w, kPrefetchRowInt4);
+      prefetch_line<M>(w, ahead, t.stride, kPrefetchRowInt4);
       const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
       const i32x16 low0 = bit_field(q0, 0, 4, 0), low1 = bit_field(q1, 0, 4, 0);
       NI_ROWS {
@@ -169,10 +177,15 @@ NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
   }
 }
 
+// Tile `part` of `parts` that are multiplied with a panel in turn. Several prefetch a part each of the next panel: otherwise
+// the first of them would wait for memory, and the others not use it.
 template <WeightType type, int M>
-void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
+void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t part, std::int64_t parts) {
   const Matrix& w = *task.w;
-  const Tile t{w.data + panel * w.panel_bytes, task.x + row * task.x_stride, w.depth};
+  const std::uint8_t* const data = w.data + panel * w.panel_bytes;
+  const std::int64_t bytes = (std::int64_t)w.panel_bytes;
+  Tile t{data, task.x + row * task.x_stride, w.depth, data + bytes + bytes * part / parts, (kLine + parts - 1) / parts};
+  if (parts == 1) t.ahead = M <= kRowsNear ? data : data + kPrefetchFar, t.stride = M <= kRowsNear ? 0 : kLine;
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   if constexpr (type == WeightType::f32) tile_floats<float, M>(t, acc);
@@ -191,45 +204,5 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
       const f32x16 sum = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
       store(y, finish(task, sum, y));
     }
-  }
-}
-
-using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t);
-
-// The tile function for each number of rows, 1 to kMax.
-template <WeightType type, int... M>
-struct Tiles {
-  static constexpr int kMax = sizeof...(M);
-  static constexpr TileFunction kTable[] = {tile<type, M>...};
-};
-#define NI_TILES_2(type) Tiles<type, 1, 2>
-#define NI_TILES_3(type) Tiles<type, 1, 2, 3>
-#define NI_TILES_6(type) Tiles<type, 1, 2, 3, 4, 5, 6>
-#define NI_TILES_12(type) Tiles<type, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>
-template <WeightType type, int rows>
-struct TilesFor;
-template <WeightType type>
-struct TilesFor<type, 1> : Tiles<type, 1> {};
-template <WeightType type>
-struct TilesFor<type, 2> : NI_TILES_2(type) {};
-template <WeightType type>
-struct TilesFor<type, 3> : NI_TILES_3(type) {};
-template <WeightType type>
-struct TilesFor<type, 6> : NI_TILES_6(type) {};
-template <WeightType type>
-struct TilesFor<type, 12> : NI_TILES_12(type) {};
-
-template <class T>
-void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const Tiling tiling(task.rows, T::kMax);
-  std::int64_t block = (std::int64_t)(kRowBlockBytes / (task.x_stride * T::kMax));  // tiles
-  if (block < 1) block = 1;
-  for (std::int64_t top = 0; top < tiling.tiles; top += block) {
-    const std::int64_t bottom = top + block < tiling.tiles ? top + block : tiling.tiles;
-    for (std::int64_t panel = begin; panel < end; ++panel)
-      for (std::int64_t i = top; i < bottom; ++i) {
-        const std::int64_t from = tiling.begin(i), to = tiling.begin(i + 1);
-        T::kTable[to - from - 1](task, panel, from);
-      }
   }
 }
