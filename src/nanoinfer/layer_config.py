@@ -9,7 +9,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
-SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "proportional")
+SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 SCORINGS = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096
 """Each expert of a config is described, before the weights are compared with their number."""
@@ -30,7 +30,8 @@ class Rotary:
     """Pair i turns by base**(-2 i / dim) radians at each position."""
     scaling: str = "none"
     """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), longrope
-    (each by its own factor), or proportional (all, and those of the last pairs are 0)."""
+    (each by its own factor), proportional (all, and those of the last pairs are 0), or dynamic (none within the model's
+    context length)."""
     factor: float = 1.0
     """Scaled frequencies are divided by it."""
     low_freq_factor: float = 1.0

@@ -27,6 +27,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 32,
@@ -97,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2Config", {}),
     "starcoder2-window": ("Starcoder2Config", {"sliding_window": 6, "use_bias": False, "num_key_value_heads": 1}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, "head_dim": 16}),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16}),
     "llama-mscale": (
         "LlamaConfig",

@@ -183,7 +183,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_theta": 10**400}, "rope_theta=1000"),
     ("llama", {"rope_scaling": []}, "rope_scaling=[] is not an object"),
     ("llama", {"rope_parameters": "x"}, "rope_parameters='x' is not an object"),
-    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported: its"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+        "rope_type='ntk' is not supported: use one of default,",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, "rope factor=0.5 is not a finite number"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "rope factor=0.5 is not a finite number"),
     ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "truncate=1 is not a bool"),
     ("llama", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "low_freq_factor=1.0 is not less than high_freq_factor=0.5"),

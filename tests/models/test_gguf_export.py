@@ -62,6 +62,7 @@ REFUSED = {
     "nanochat-all-heads": "family nanochat",
     "starcoder2": "family starcoder2",
     "starcoder2-window": "family starcoder2",
+    "llama-dynamic": "layers=",
     "llama-yarn": "layers=",
     "llama-mscale": "layers=",
     "gemma2": "attention_scale=",

@@ -19,6 +19,7 @@ def frequencies(rotary: Rotary, context: int = 1) -> NDArray[np.float32]:
       t < low_freq_factor, kept if t > high_freq_factor, and blended linearly in t between them.
     - yarn (Peng et al. 2023): the same, blended linearly in the index of the pair.
     - proportional (Gemma 4): pairs after the first `num_turning` do not turn.
+    - dynamic: those of texts up to the context length in the config, which no text here exceeds, are not scaled.
     - longrope (Ding et al. 2024): each frequency has its own divisor, one for short contexts and one for long ones.
 
     Args:
@@ -28,7 +29,7 @@ def frequencies(rotary: Rotary, context: int = 1) -> NDArray[np.float32]:
     """
     exponents = np.arange(0, rotary.dim, 2, dtype=np.float32) / np.float32(rotary.dim)
     plain: NDArray[np.float32] = np.float32(1.0) / np.float32(rotary.base) ** exponents
-    if rotary.scaling == "none":
+    if rotary.scaling in ("none", "dynamic"):
         return plain
     if rotary.scaling == "longrope":
         factors = rotary.long_factors if context > rotary.original_context else rotary.short_factors

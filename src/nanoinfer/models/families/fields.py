@@ -193,12 +193,7 @@ def _type(given: dict[str, Any]) -> str:
     """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
     found = given.get("rope_type", given.get("type", "default"))
     if not isinstance(found, str) or found not in frequencies.KEYS:
-        why = (
-            ": its frequencies change as a text grows, and cached keys are not rotated again"
-            if found == "dynamic"
-            else ""
-        )
-        raise NanoinferError(f"rope_type={show(found)} is not supported{why}: use one of {', '.join(frequencies.KEYS)}")
+        raise NanoinferError(f"rope_type={show(found)} is not supported: use one of {', '.join(frequencies.KEYS)}")
     return found
 
 

@@ -15,6 +15,7 @@ _YARN = {"low_freq_factor": ("beta_slow", 1.0), "high_freq_factor": ("beta_fast"
 KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
+    "dynamic": {"factor", _CONTEXT},
     "proportional": {"factor"},
     "llama3": {"factor", _CONTEXT, *_LLAMA3.values()},
     "yarn": {
@@ -40,7 +41,7 @@ def read(kind: str, given: dict[str, Any], original: Any, block_size: int) -> di
     """
     if kind == "default":
         return {}
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return {"scaling": kind, "factor": given.get("factor")}
     if kind == "proportional":
         return {"scaling": kind, "factor": given.get("factor", 1.0)}
@@ -83,7 +84,7 @@ def write(rotary: Rotary) -> dict[str, Any] | None:
         share = 2 * rotary.num_turning / rotary.dim  # half a pair more where the quotient was rounded down
         exact = int(share * rotary.dim // 2) == rotary.num_turning
         return found | {"partial_rotary_factor": share if exact else share + 1 / rotary.dim}
-    if rotary.scaling != "linear":
+    if rotary.scaling not in ("linear", "dynamic"):
         found[_CONTEXT] = rotary.original_context
     if rotary.scaling == "llama3":
         found |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
