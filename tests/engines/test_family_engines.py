@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers import families
 from helpers.engines import generate, make_engine, naive_greedy
 from helpers.families import CASES
 from helpers.models import TINY, make_limits, make_weights
@@ -46,25 +45,6 @@ FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # the
 FIRST = [case for case in CASES if "-" not in case]
 """A case of each family, and llama3."""
 TRACED = ("llama3", "gemma3-scaled", "olmo2", "gpt_neox", "smollm3-windows", "qwen3_moe-mixed")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a case, which is written once."""
-
-    @functools.cache
-    def make(case: str) -> Path:
-        folder = tmp_path_factory.mktemp("families") / case
-        families.make_folder(case, folder)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
-    """Return the reference model of a case, which test_families.py compares with the one of transformers."""
-    return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers import families
 from helpers.engines import naive_greedy
 from helpers.families import CASES
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.kv.plan import KV_BLOCK, kv_block_bytes
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.sampling.beams import BeamSearch, Hypothesis, find_candidates
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -36,25 +33,6 @@ NUM_BLOCKS = 8
 all_families = pytest.mark.parametrize("case", CASES)
 both_engines = pytest.mark.parametrize("engine", ["native", "paged"])
 one_is_fast = pytest.mark.slow_if(lambda engine, case: case not in (FIRST if engine == "native" else ("llama", "phi3")))
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a case, which is written once."""
-
-    @functools.cache
-    def make(case: str) -> Path:
-        folder = tmp_path_factory.mktemp("requests") / case
-        families.make_folder(case, folder)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
-    """Return the reference model of a case."""
-    return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from helpers.models import TINY, make_model
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.native import NativeEngine
+from nanoinfer.models.checkpoints.weights import Weights
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
@@ -49,3 +53,18 @@ def extend(decoder: Any, parts: list[tuple[int, list[int]]]) -> Any:
 def tokens(n: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(V) for _ in range(n)]
+
+
+def engine_of(weights: Weights, **options: object) -> NativeEngine:
+    limits = EngineLimits(max_num_seqs=8, block_size=weights.config.block_size, max_num_cached_tokens=8 * 32)
+    return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
+
+
+def all_logits(engine: NativeEngine, tokens: np.ndarray) -> np.ndarray:
+    """Return the logits of all tokens of sequences, (B, T), in one step."""
+    count, length = tokens.shape
+    handles = [engine.open() for _ in range(count)]
+    found = engine.extend(StepBatch(handles, tokens.reshape(-1).tolist(), [length] * count, [length] * count)).copy()
+    for handle in handles:
+        engine.close(handle)
+    return found.reshape(count, length, -1)

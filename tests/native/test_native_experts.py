@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from helpers.models import TINY, load_gpt, make_weights
+from helpers.native import all_logits, engine_of
 from nanoinfer.config import EngineConfig, EngineLimits, Experts, LayerKind, ModelConfig
 from nanoinfer.engines import native
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import hf_config, packed
-from nanoinfer.models.checkpoints.weights import Weights
 
 MIXED = replace(
     TINY, n_embd=64, n_layer=3, gated_mlp=True, activation="silu", norm="rms", bias=False, n_inner=96,
@@ -44,27 +44,12 @@ SHAPES = {
 TOKENS = np.random.default_rng(0).integers(0, MIXED.vocab_size, (4, 20))
 
 
-def engine_of(weights: Weights, **options: object) -> NativeEngine:
-    limits = EngineLimits(max_num_seqs=8, block_size=weights.config.block_size, max_num_cached_tokens=8 * 32)
-    return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
-
-
-def logits(engine: NativeEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    """Return the logits of all tokens of sequences, in one step."""
-    count, length = tokens.shape
-    handles = [engine.open() for _ in range(count)]
-    found = engine.extend(StepBatch(handles, tokens.reshape(-1).tolist(), [length] * count, [length] * count)).copy()
-    for handle in handles:
-        engine.close(handle)
-    return found.reshape(count, length, -1)
-
-
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_logits_are_those_of_the_reference_and_the_same_alone(config: ModelConfig) -> None:
     weights = make_weights(config)
     expected = load_gpt(weights).eval()(torch.tensor(TOKENS)).detach().numpy()
     engine = engine_of(weights, threads=2)
-    found = logits(engine)
+    found = all_logits(engine, TOKENS)
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
     alone = engine.open()
     for i, token in enumerate(TOKENS[2].tolist()):
@@ -80,9 +65,9 @@ def test_a_packed_folder_gives_the_same_bits(
     monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
     packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
     mapped = packed.open_folder(tmp_path / "packed")
-    expected = logits(engine_of(weights, quantization=quantization))
-    assert np.array_equal(logits(engine_of(mapped)), expected)
-    full = logits(engine_of(weights))
+    expected = all_logits(engine_of(weights, quantization=quantization), TOKENS)
+    assert np.array_equal(all_logits(engine_of(mapped), TOKENS), expected)
+    full = all_logits(engine_of(weights), TOKENS)
     error = np.abs(expected - full).max() / np.abs(full).max()
     assert (error == 0) if quantization is None else (0 < error < 0.5)
 
@@ -92,10 +77,10 @@ def test_a_mapped_file_that_memory_cannot_hold_is_said_to_be_read_from_disk(
 ) -> None:
     packed.write_folder(make_weights(), tmp_path / "packed", "float32", None, threads=1)
     mapped = packed.open_folder(tmp_path / "packed")
-    engine_of(mapped)
+    expected = all_logits(engine_of(mapped), TOKENS)
     assert "from disk" not in caplog.text
     monkeypatch.setattr(native, "free_memory", lambda device: 100)
-    engine_of(mapped)
+    assert np.array_equal(all_logits(engine_of(mapped), TOKENS), expected)  # its experts are read ahead
     assert "has 0.0 GiB of weights, but 0.0 GiB of memory are free: steps read the others from disk" in caplog.text
 
 
@@ -105,11 +90,11 @@ def test_a_router_that_is_not_finite_spoils_only_its_token() -> None:
     tensors = dict(weights.read())
     tensors["transformer.h.0.mlp.router.weight"].values[3, :] = np.float32(np.nan)
     engine = engine_of(replace(weights, read=lambda: iter(tensors.items())))
-    assert np.isnan(logits(engine)).all()
+    assert np.isnan(all_logits(engine, TOKENS)).all()
     tensors["transformer.h.0.mlp.router.weight"].values[3, :] = 0
     tensors["transformer.wte.weight"].values[TOKENS[1, -1]] = np.float32(np.nan)
     others = [i for i in range(4) if TOKENS[1, -1] not in TOKENS[i, :]]
-    found = logits(engine_of(replace(weights, read=lambda: iter(tensors.items()))))
+    found = all_logits(engine_of(replace(weights, read=lambda: iter(tensors.items()))), TOKENS)
     assert np.isnan(found[1, -1]).all()
     assert others
     assert np.isfinite(found[others][..., [t for t in range(MIXED.vocab_size) if t != TOKENS[1, -1]]]).all()
@@ -120,7 +105,7 @@ def test_a_correction_that_is_not_finite_reaches_the_logits() -> None:
     tensors = dict(weights.read())
     tensors["transformer.h.0.mlp.correction.bias"].values[5] = np.float32(np.nan)
     broken = replace(weights, read=lambda: iter(tensors.items()))
-    assert np.isnan(logits(engine_of(broken))).all()
+    assert np.isnan(all_logits(engine_of(broken), TOKENS)).all()
     assert load_gpt(broken).eval()(torch.tensor(TOKENS)).isnan().all()
 
 
@@ -140,7 +125,7 @@ def test_rows_of_few_inputs_fit_their_memory() -> None:
 def test_calibration_sums_the_inputs_of_experts() -> None:
     engine = engine_of(make_weights(SHAPES["shared"]))
     engine.observe_inputs()
-    logits(engine)
+    all_logits(engine, TOKENS)
     sums = engine.input_squares()
     for name, width in (("experts.c_fc", 64), ("experts.c_proj", 40), ("shared.c_fc", 64), ("shared.c_proj", 24)):
         assert sums[f"transformer.h.0.mlp.{name}.weight"].shape == (width,)

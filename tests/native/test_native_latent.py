@@ -12,12 +12,11 @@ import torch
 from helpers import families
 from helpers.gguf_files import as_q8_0, convert
 from helpers.models import TINY, load_gpt, make_weights
-from nanoinfer.config import EngineConfig, EngineLimits, Latent, LayerKind, ModelConfig, Rotary
+from helpers.native import all_logits, engine_of
+from nanoinfer.config import Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import gguf, gguf_export, hf_config, packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.checkpoints.weights import Weights
 
 
 def shape(latent: Latent, **fields: object) -> ModelConfig:
@@ -38,28 +37,13 @@ SHAPES["biases"] = replace(SHAPES["biases"], bias=("qkv", "proj"))
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 20))
 
 
-def engine_of(weights: Weights, **options: object) -> NativeEngine:
-    limits = EngineLimits(max_num_seqs=8, block_size=weights.config.block_size, max_num_cached_tokens=8 * 32)
-    return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
-
-
-def logits(engine: NativeEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    """Return the logits of all tokens of sequences, in one step."""
-    count, length = tokens.shape
-    handles = [engine.open() for _ in range(count)]
-    found = engine.extend(StepBatch(handles, tokens.reshape(-1).tolist(), [length] * count, [length] * count)).copy()
-    for handle in handles:
-        engine.close(handle)
-    return found.reshape(count, length, -1)
-
-
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_logits_are_those_of_the_reference_and_the_same_alone(config: ModelConfig, cache: str) -> None:
     weights = make_weights(config)
     expected = load_gpt(weights).eval()(torch.tensor(TOKENS)).detach().numpy()
     engine = engine_of(weights, threads=2, kv_cache_dtype=cache)
-    found = logits(engine)
+    found = all_logits(engine, TOKENS)
     error = np.sqrt(np.mean((found - expected) ** 2)) / expected.std()
     assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.1}[cache]
     alone = engine.open()
@@ -76,9 +60,9 @@ def test_a_packed_folder_gives_the_same_bits(
     monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
     monkeypatch.setattr(hf_config, "to_dict", lambda config, dtype: {})
     packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
-    expected = logits(engine_of(weights, quantization=quantization))
-    assert np.array_equal(logits(engine_of(packed.open_folder(tmp_path / "packed"))), expected)
-    full = logits(engine_of(weights))
+    expected = all_logits(engine_of(weights, quantization=quantization), TOKENS)
+    assert np.array_equal(all_logits(engine_of(packed.open_folder(tmp_path / "packed")), TOKENS), expected)
+    full = all_logits(engine_of(weights), TOKENS)
     error = np.sqrt(np.mean((expected - full) ** 2)) / full.std()
     assert (error == 0) if quantization is None else (0 < error < 0.3)
 
@@ -88,7 +72,7 @@ def test_a_token_that_is_not_finite_spoils_only_its_sequence() -> None:
     tensors = dict(weights.read())
     tensors["transformer.wte.weight"].values[TOKENS[1, 5]] = np.float32(np.nan)
     with_it = [i for i in range(4) if TOKENS[1, 5] in TOKENS[i, :]]
-    found = logits(engine_of(replace(weights, read=lambda: iter(tensors.items()))))
+    found = all_logits(engine_of(replace(weights, read=lambda: iter(tensors.items()))), TOKENS)
     assert np.isnan(found[1, 5:]).all()
     others = [i for i in range(4) if i not in with_it]
     assert others
@@ -119,7 +103,7 @@ def test_matrices_in_blocks_of_a_gguf_file(stored: str, tmp_path: Path, monkeypa
     names = ("c_attn", "q_b", "c_proj", *(() if stored == "of all heads" else ("k_b", "v_b")))
     assert blocks == {f"transformer.h.1.attn.{name}.weight" for name in names}
     engine = engine_of(weights, threads=2, kv_cache_dtype="float32")
-    found = logits(engine, tokens)
+    found = all_logits(engine, tokens)
     assert np.sqrt(np.median((found - expected) ** 2)) / expected.std() < 0.1
     alone = engine.open()
     for i, token in enumerate(tokens[2].tolist()):
@@ -129,7 +113,7 @@ def test_matrices_in_blocks_of_a_gguf_file(stored: str, tmp_path: Path, monkeypa
 def test_calibration_sums_the_inputs_of_all_matrices() -> None:
     engine = engine_of(make_weights(SHAPES["odd widths"]))
     engine.observe_inputs()
-    logits(engine)
+    all_logits(engine, TOKENS)
     sums = engine.input_squares()
     for name, width in (("c_attn", 64), ("q_b", 19), ("k_b", 7), ("v_b", 33), ("c_proj", 20)):
         assert sums[f"transformer.h.1.attn.{name}.weight"].shape == (width,)

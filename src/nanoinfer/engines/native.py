@@ -73,7 +73,8 @@ class NativeEngine(Sequences):
 
     def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
-            self._warn_of_disk(weights)
+            if self._reads_from_disk(weights):
+                self._decoder.read_experts_ahead()
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
             for name, values in weights.vectors():
@@ -91,14 +92,15 @@ class NativeEngine(Sequences):
                 del tensor  # before the next one is read
         self._decoder.check_loaded()
 
-    def _warn_of_disk(self, weights: PackedWeights) -> None:
-        """Log a warning if a mapped file has more weights than fit in memory: steps then read from disk."""
+    def _reads_from_disk(self, weights: PackedWeights) -> bool:
+        """Return whether a mapped file has more weights than fit in memory, and log a warning if so."""
         size, free = sum(array.nbytes for array in weights.arrays.values()), free_memory("cpu")
         if size > free:
             log.warning(
                 "%s has %.1f GiB of weights, but %.1f GiB of memory are free: steps read the others from disk, at its"
                 " speed", weights.folder, size / 2**30, free / 2**30,
             )  # fmt: skip
+        return size > free
 
     @property
     def isa(self) -> str:

@@ -372,6 +372,8 @@ void bind_decoder(nb::module_& m) {
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
+      .def("read_experts_ahead", [](Guarded& d) { d.locked([](Decoder& x) { x.read_experts_ahead(); }); },
+           "From here on, ask the system to read the experts of a step from their mapped file before they are multiplied.")
       .def("observe_inputs", [](Guarded& d) { d.locked([](Decoder& x) { x.observe_inputs(); }); },
            "From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with"
            " logits.")

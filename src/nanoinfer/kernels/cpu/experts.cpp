@@ -148,6 +148,14 @@ void Mixture::group(std::int64_t num_rows) {
   }
 }
 
+void Mixture::read_ahead(const ExpertWeights& w) const {
+  for (const Group& g : groups_)
+    for (const auto& [all, width] : {std::pair{&w.c_gate, expert_dim_}, {&w.c_fc, expert_dim_}, {&w.c_proj, n_embd_}}) {
+      const Matrix one = part_of(*all, g.expert, width);
+      nanoinfer::read_ahead(one.data, one.panels * one.panel_bytes);
+    }
+}
+
 std::int64_t Mixture::most_hidden_items() const {
   std::int64_t rows = 1;
   for (const Group& g : groups_) rows = std::max(rows, g.rows);

@@ -32,6 +32,8 @@ class Mixture {
   void choose(std::int64_t row, const std::vector<float>& correction);
   // Give the choices of rows [0, num_rows) their slots; every row has chosen.
   void group(std::int64_t num_rows);
+  // Begin to read the weights of the chosen experts from a mapped file.
+  void read_ahead(const ExpertWeights& w) const;
   // Prepare the input of a slot: the row's x for the first two matrices, or what they made of it for the third.
   // Return the input.
   const float* prepare_x(const Kernels& kernels, const Matrix& c_fc, std::int64_t slot);

@@ -296,8 +296,9 @@ void ForwardPass::routed_experts(const ExpertWeights& w) {
   const std::int64_t choices = num_rows_ * model_.shape.experts_per_token;
   const std::size_t choose = phases_.size(), hidden = choose + 2, output = choose + 4;
   add_rows(&PartSeconds::others, [&w, &m](int, std::int64_t r) { m.choose(r, w.correction); });
-  phases_[choose].ended = [this, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
+  phases_[choose].ended = [this, &w, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
     m.group(num_rows_);
+    if (read_experts_ahead_) m.read_ahead(w);
     phases_[hidden].count = m.hidden_items();
     phases_[hidden].most = m.most_hidden_items();
     phases_[output].count = m.output_items();

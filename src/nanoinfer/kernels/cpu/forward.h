@@ -159,6 +159,8 @@ class ForwardPass {
   // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`;
   // and those of per_layer.cpp.
   void observe_inputs();
+  // From here on, ask the system for the experts that a step has chosen before they are multiplied.
+  void read_experts_ahead() { read_experts_ahead_ = true; }
   // The sums for a matrix of the model, (in); empty if it has none.
   std::vector<double> input_squares(const Matrix& w) const;
 
@@ -231,6 +233,7 @@ class ForwardPass {
   std::vector<Phase> phases_;                         // of the step
   std::unique_ptr<LatentHeads> latent_;               // of models with latent attention
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
+  bool read_experts_ahead_ = false;
   std::int64_t inputs_stride_ = 0;
   Buffer inputs_memory_;                              // of models with per-layer embeddings:
   float* inputs_ = nullptr;                           // (kMaxRows, stride), per_layer_dim for each layer

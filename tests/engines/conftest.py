@@ -1,0 +1,33 @@
+"""Fixtures of the tests of engines with all families."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers import families
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import load_gpt
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a case, which is written once."""
+
+    @functools.cache
+    def make(case: str) -> Path:
+        folder = tmp_path_factory.mktemp("families") / case
+        families.make_folder(case, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
+    """Return the reference model of a case, which test_families.py compares with the one of transformers."""
+    return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))
