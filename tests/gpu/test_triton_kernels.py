@@ -343,8 +343,12 @@ def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, bloc
 
 @pytest.mark.parametrize("n, splits", [(1, 1), (1, 4), (5, 2), (40, 2)])
 @pytest.mark.parametrize(
-    "scores", [Scores(window=7), Scores(window=100), Scores(0.11, 2.5), Scores(softcap=3.0, window=64)]
-)
+    "scores",
+    [
+        Scores(window=7), Scores(window=100), Scores(0.11, 2.5), Scores(softcap=3.0, window=64),
+        Scores(window=7, sinks=torch.tensor([-9.0, -1.0, 0.0, 0.5, 2.0, 30.0])),
+    ],
+)  # fmt: skip
 @pytest.mark.slow_if(lambda n, scores, device: device == "cpu" and n > 1 and scores.window != 7)
 def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: Scores, device: str) -> None:
     """Three heads of queries share each head of keys; rows of 9 and 300 positions before the new tokens."""
@@ -354,6 +358,8 @@ def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: 
     q = draw(R * n, H * D, scale=2.0)
     out = torch.empty(R * n, H * D, device=device)
     slots = torch.tensor([[0], [1]], device=device)
+    sinks = torch.full((H,), -torch.inf) if scores.sinks is None else scores.sinks
+    scores = replace(scores, sinks=None if scores.sinks is None else sinks.to(device))
     attention(q.to(device), Pages(keys.to(device), values.to(device), slots, pos.to(device)), 345, out, splits,
               scores=scores)  # fmt: skip
     scale = D**-0.5 if scores.scale is None else scores.scale
@@ -363,7 +369,8 @@ def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: 
         s = (q[m].view(H, 1, D).double() @ k.transpose(1, 2)) * scale
         if scores.softcap is not None:
             s = scores.softcap * torch.tanh(s / scores.softcap)
-        torch.testing.assert_close(out[m].view(H, D).cpu().double(), (s.softmax(-1) @ v)[:, 0], rtol=0, atol=1e-5)
+        weights = torch.cat((s, sinks.double().view(H, 1, 1)), -1).softmax(-1)[..., :-1]
+        torch.testing.assert_close(out[m].view(H, D).cpu().double(), (weights @ v)[:, 0], rtol=0, atol=1e-5)
 
 
 def test_attention_survives_scores_without_end(device: str) -> None:

@@ -156,7 +156,7 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     product(x, weight(name, (H + 2 * K) * D, C), qkv, norm)
     store_heads(qkv, q, pages, None, angles)
     store_heads(qkv, q, pages, Norm(torch.empty(2, D, dtype=dtype), None, 1e-5, rms=True), angles)
-    for scores in (None, Scores(window=256), Scores(softcap=50.0)):
+    for scores in (None, Scores(window=256), Scores(softcap=50.0), Scores(sinks=torch.empty(H, dtype=dtype))):
         attention(q, pages, 1024, q, scores=scores)
     product(q, weight(name, C, C), x, None, Epilogue(residual=x, scale=0.22))
     product(x, weight(name, F, C), h, norm, Epilogue(activation=SILU))

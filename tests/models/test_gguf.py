@@ -29,8 +29,8 @@ from nanoinfer.models.rotary import frequencies  # noqa: E402
 
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
 LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
-            "starcoder2", "starcoder2-window", "llama-dynamic", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn", "ministral",
-            "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", "qwen2_moe",
+            "starcoder2", "starcoder2-window", "llama-dynamic", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn",
+            "ministral", "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", "qwen2_moe",
             "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt", "opt-untied", "bitnet",
             "bitnet-one-head", "gpt_oss-plain", "gemma4", "gemma4-shared", "gemma4-keys-as-values",
             "deepseek_v3-plain")  # fmt: skip

@@ -46,6 +46,7 @@ from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import soft_cap
 from nanoinfer.models.gpt import GPT, MLP, Attention
 from nanoinfer.models.layers import GatedMLP, Rotation
+from nanoinfer.models.rounded_inputs import rounded
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -81,7 +82,7 @@ class TritonEngine(CudaGraphEngine):
             )
         super().__init__(model, limits, config, recorder=recorder)
         self._layers = describe(model)
-        self._activation = ACTIVATIONS[self.config.activation]
+        self._activation = ACTIVATIONS.get(self.config.activation, 0)  # of experts, PyTorch's modules apply it
         self._scale = 1.0 if self.config.residual_scale is None else self.config.residual_scale
         self._weights: dict[str, Weight] = {}
         dense_mlps = [layer.block for layer in self._layers if layer.mlp is not None]
@@ -106,8 +107,9 @@ class TritonEngine(CudaGraphEngine):
     @staticmethod
     def check(config: ModelConfig) -> None:
         """Raise NanoinferError if a model has what no kernel does."""
-        missing = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(config, name)]
-        if config.activation not in ACTIVATIONS:
+        missing = []
+        experts = all(config.layer(i).experts for i in range(config.n_layer))
+        if config.activation not in ACTIVATIONS and not experts:
             missing.append(f"activation={config.activation}")
         if config.latent is not None:
             missing.append("latent attention")
@@ -154,27 +156,28 @@ class TritonEngine(CudaGraphEngine):
             block = layer.block
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
             attn_proj = self._weight("attn.c_proj", index)
-            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.post_1)
+            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
             if layer.mlp is None:
                 self._add_to(x, hidden, layer.post_2)
             else:
                 mlp_proj = self._weight("mlp.c_proj", layer.mlp)
-                self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.post_2)
+                self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.mlp_sub, layer.post_2)
 
     def _project(self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
         layer, weight = self._layers[index], self._weight("attn.c_attn", index)
         attn = cast(Attention, layer.block.attn)
+        x, norm = self._input(x, layer.ln_1)
         if layer.stores:
-            product(x, weight, q, layer.ln_1, Epilogue(attn.c_attn.bias, store=pages))
+            product(x, weight, q, norm, Epilogue(attn.c_attn.bias, store=pages))
             return
         qkv = self._empty(len(x), weight.num_outputs)
-        product(x, weight, qkv, layer.ln_1, Epilogue(attn.c_attn.bias))
+        product(x, weight, qkv, norm, Epilogue(attn.c_attn.bias))
         if attn.qk_norm == "whole":
             start = 0
-            for norm, width in zip((attn.q_norm, attn.k_norm), attn.widths[:2], strict=True):
-                qkv[:, start : start + width] = norm(qkv[:, start : start + width])
+            for own, width in zip((attn.q_norm, attn.k_norm), attn.widths[:2], strict=True):
+                qkv[:, start : start + width] = own(qkv[:, start : start + width])
                 start += width
         angles = None if layer.rotary is None else rotations[layer.rotary]
         store_heads(qkv, q, pages, layer.heads, angles)
@@ -186,6 +189,7 @@ class TritonEngine(CudaGraphEngine):
             normed = self._empty(*x.shape)  # once for both products
             layer_norm(x, norm, normed)
             x, norm = normed, None
+        x, norm = self._input(x, norm)
         if layer.mlp is None:
             return layer.block.mlp(x.to(self.dtype))  # type: ignore[no-any-return]
         h = self._empty(len(x), self.config.mlp_dim)
@@ -198,8 +202,23 @@ class TritonEngine(CudaGraphEngine):
         product(x, c_fc, h, norm, Epilogue(mlp.c_fc.bias, residual=h, gates=True))
         return h
 
-    def _add(self, x: Tensor, y: Tensor, weight: Weight, bias: Tensor | None, post: Norm | None) -> None:
-        """Add the norm of a product of y to the residual stream x, (M, C)."""
+    def _input(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """Return the inputs of a product for x, (M, K), and its norm if the product is to apply it."""
+        if not self.config.rounded_inputs:
+            return x, norm
+        if norm is not None:  # a row is rounded by its largest value after the norm
+            normed = self._empty(*x.shape)
+            layer_norm(x, norm, normed)
+            x = normed
+        return rounded(x), None
+
+    def _add(
+        self, x: Tensor, y: Tensor, weight: Weight, bias: Tensor | None, sub: Norm | None, post: Norm | None
+    ) -> None:
+        """Add the norm `post` of a product of the norm `sub` of y to the residual stream x, (M, C)."""
+        if sub is not None:
+            layer_norm(y, sub, y)
+        y, _ = self._input(y, None)
         if post is None:
             product(y, weight, x, None, Epilogue(bias, residual=x, scale=self._scale))
         else:

@@ -17,7 +17,7 @@ from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT, Attention, Block, LayerNorm
-from nanoinfer.models.layers import RMSNorm
+from nanoinfer.models.layers import GatedMLP, RMSNorm
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
 
@@ -28,9 +28,13 @@ class Layer:
 
     block: Block
     ln_1: Norm | None
+    attn_sub: Norm | None
+    """Of attention's output, in front of c_proj."""
     post_1: Norm | None
     ln_2: Norm | None
     """In front of the MLP; ln_1 if attention and MLP share it."""
+    mlp_sub: Norm | None
+    """Of the MLP's hidden layer."""
     post_2: Norm | None
     heads: Norm | None
     """Of each head of queries and keys: weight and bias are (2, D)."""
@@ -56,11 +60,15 @@ def _layer(config: ModelConfig, kind: LayerKind, block: Block, mlp: int | None) 
     return Layer(
         block=block,
         ln_1=ln_1,
+        attn_sub=norm_of(cast(Attention, block.attn).sub_norm, ones.new_ones(config.attn_dim)),
         post_1=post_1,
         ln_2=ln_1 if block.shared else ln_2,
+        mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones.new_ones(config.mlp_dim))
+        if config.sub_norms
+        else None,
         post_2=post_2,
         heads=_norm_of_heads(block, ones.new_ones(config.head_dim)) if config.qk_norm == "head" else None,
-        scores=Scores(config.attention_scale, config.attention_softcap, kind.window),
+        scores=Scores(config.attention_scale, config.attention_softcap, kind.window, block.attn.sinks),
         rotary=kind.rotary,
         mlp=mlp,
         stores=config.qk_norm == "none" and kind.rotary is None and config.n_kv_head == config.n_head,

@@ -54,6 +54,8 @@ class Scores:
     """Scores s become softcap * tanh(s / softcap)."""
     window: int | None = None
     """A token attends to this many positions, its own included; None: to all earlier ones."""
+    sinks: Tensor | None = None
+    """(H,), of each head: a score without a value, which only the sum of the softmax contains; None: none."""
 
 
 @triton.jit
@@ -62,6 +64,15 @@ def capped(score, CAP: tl.constexpr):
     if CAP != 0.0:
         score = CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score)))
     return score
+
+
+@triton.jit
+def with_sink(sinks, head, largest, total, LOG2E: tl.constexpr):
+    """Return the largest score and the sum with a head's sink, and what multiplies sums without it."""
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+    higher = tl.maximum(largest, sink)
+    keep = tl.exp2(largest - higher)
+    return higher, total * keep + tl.exp2(sink - higher), keep
 
 
 @triton.jit
@@ -150,11 +161,11 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_new"])
 def attention_kernel(
-    q, keys, values, table, pos, out, parts, stats, ahead, num_tokens, num_heads, num_new, context,
+    q, keys, values, table, pos, out, parts, stats, ahead, sinks, num_tokens, num_heads, num_new, context,
     stride_table, stride_block, stride_head, stride_token, scale, ahead_bytes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    SHARED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SHARED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row * H + head, split, block of tokens). One head of a row's tokens attends to one part of the context.
 
@@ -196,6 +207,9 @@ def attention_kernel(
             WINDOW, CAP,
         )  # fmt: skip
     if SPLITS == 1:
+        if sinks is not None:
+            largest, total, keep = with_sink(sinks, head, largest, total, LOG2E)
+            acc = acc * (keep if BLOCK_Q == 1 else keep[:, None])
         total = tl.where(total == 0.0, 1.0, total)
         y = acc / (total if BLOCK_Q == 1 else total[:, None])
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
@@ -208,8 +222,9 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_items"])
 def join_parts_kernel(
-    out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
-):
+    out, parts, stats, sinks, num_items, num_heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
     """Grid: (token * H + head). Merge the parts of one head of one token."""
     wait_for_predecessor(PDL)
     item = tl.program_id(0)
@@ -221,7 +236,11 @@ def join_parts_kernel(
     weight = tl.exp2(largest - tl.where(highest == float("-inf"), 0.0, highest))
     part = tl.load(parts + slots[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
     total = tl.sum(weight * total, 0)
-    y = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
+    y = tl.sum(weight[:, None] * part, 0)
+    if sinks is not None:
+        highest, total, keep = with_sink(sinks, item % num_heads, highest, total, LOG2E)
+        y = y * keep
+    y = y / tl.where(total == 0.0, 1.0, total)
     tl.store(out + item * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
 
 
@@ -242,7 +261,7 @@ def attention(
         splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
         ahead: weights that a later kernel reads, contiguous. They are brought to the L2 cache meanwhile if the device
             can do so: attention leaves most of the memory's bandwidth unused.
-        scores: scale, soft cap and window; None: GPT-2's.
+        scores: scale, soft cap, window and sinks; None: GPT-2's.
 
     Raises:
         ValueError: shapes or strides do not match.
@@ -263,18 +282,18 @@ def attention(
         parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
     attention_kernel[(num_rows * num_heads, splits, blocks)](
-        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, num_tokens, num_heads, num_new,
-        context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
+        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, scores.sinks, num_tokens,
+        num_heads, num_new, context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
         0 if ahead is None else ahead.numel() * ahead.itemsize,
         D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=ATTENTION_BLOCK_T[bits],
         PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
         WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, SHARED=num_heads // num_kv_heads, WINDOW=scores.window or 0,
-        CAP=(scores.softcap or 0.0) * LOG2E, **options,
+        CAP=(scores.softcap or 0.0) * LOG2E, LOG2E=LOG2E, **options,
     )  # fmt: skip
     if splits > 1:
         join_parts_kernel[(num_tokens * num_heads,)](
-            out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS,
-            **options,
+            out, parts, stats, scores.sinks, num_tokens * num_heads, num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits,
+            LOG2E=LOG2E, num_warps=COMBINE_WARPS, **options,
         )  # fmt: skip
 
 
