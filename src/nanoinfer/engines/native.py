@@ -73,12 +73,12 @@ class NativeEngine(Sequences):
 
     def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
-            if self._reads_from_disk(weights):
-                self._decoder.read_experts_ahead()
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
             for name, values in weights.vectors():
                 self._decoder.load(name, values)
+            if self._reads_from_disk(weights):
+                self._decoder.read_experts_ahead()
         else:
             for name, tensor in weights.read():
                 for place, part in parts(name, tensor, weights.block_formats.get(name)):

@@ -74,7 +74,7 @@ class Decoder {
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
   // From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with logits.
   void observe_inputs() { pass_.observe_inputs(); }
-  // Weights are in a mapped file that memory cannot hold: read the experts of a step before they are multiplied.
+  // The weights are in a mapped file that memory cannot hold: read the experts of a step before they are multiplied.
   void read_experts_ahead() { pass_.read_experts_ahead(); }
   // The sums, (in), of each matrix by its name. A tied head is "lm_head.weight"; an embedding that is not has none.
   std::unordered_map<std::string, std::vector<double>> input_squares() const;

@@ -152,7 +152,7 @@ void Mixture::read_ahead(const ExpertWeights& w) const {
   for (const Group& g : groups_)
     for (const auto& [all, width] : {std::pair{&w.c_gate, expert_dim_}, {&w.c_fc, expert_dim_}, {&w.c_proj, n_embd_}}) {
       const Matrix one = part_of(*all, g.expert, width);
-      nanoinfer::read_ahead(one.data, one.panels * one.panel_bytes);
+      advise(one.data, one.panels * one.panel_bytes, Access::soon);
     }
 }
 

@@ -373,6 +373,14 @@ void ForwardPass::observe_inputs() {
   }
 }
 
+void ForwardPass::read_experts_ahead() {
+  read_experts_ahead_ = true;
+  for (const LayerWeights& l : model_.layers)
+    if (l.experts)
+      for (const Matrix* w : {&l.experts->c_gate, &l.experts->c_fc, &l.experts->c_proj})
+        advise(w->data, w->panels * w->panel_bytes, Access::random);
+}
+
 // In float64: the threads' shares of the rows change the sums by less than float32 can represent.
 void ForwardPass::observe(const float* x, const Matrix& w, int rank) {
   if (squares_.empty()) return;

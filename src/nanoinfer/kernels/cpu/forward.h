@@ -159,8 +159,9 @@ class ForwardPass {
   // first of its parts: c_attn, c_proj, c_fc and mlp_proj of each layer, and lm_head, whose inputs are those of `final_hidden`;
   // and those of per_layer.cpp.
   void observe_inputs();
-  // From here on, ask the system for the experts that a step has chosen before they are multiplied.
-  void read_experts_ahead() { read_experts_ahead_ = true; }
+  // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
+  // weights must be loaded.
+  void read_experts_ahead();
   // The sums for a matrix of the model, (in); empty if it has none.
   std::vector<double> input_squares(const Matrix& w) const;
 

@@ -66,13 +66,15 @@ class Buffer {
   std::size_t size_ = 0, mapped_ = 0;
 };
 
-// Ask the system to read a part of a mapped file, without waiting for it. A hint: failure affects only speed.
-inline void read_ahead(const std::uint8_t* data, std::size_t size) {
+// How a mapped file is read: a part of it soon, without waiting for it; or in a random order, so that a page is read without
+// its neighbours. Hints: failure affects only speed.
+enum class Access { soon, random };
+inline void advise(const std::uint8_t* data, std::size_t size, Access access) {
 #if defined(__linux__)
   const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(data), begin = at / kPage * kPage;
-  madvise(reinterpret_cast<void*>(begin), at + size - begin, MADV_WILLNEED);
+  madvise(reinterpret_cast<void*>(begin), at + size - begin, access == Access::soon ? MADV_WILLNEED : MADV_RANDOM);
 #else
-  (void)data, (void)size;
+  (void)data, (void)size, (void)access;
 #endif
 }
 
