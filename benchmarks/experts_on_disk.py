@@ -1,7 +1,7 @@
-"""Time the tokens of a model whose packed file memory cannot hold, and count what they read from disk (docs/experts.md).
+"""Time the tokens of a model whose packed file memory cannot hold, and count what they read (docs/experts.md).
 
     nanoinfer pack MODEL --quantization int4 --output FOLDER
-    docker run --memory 600m ... python benchmarks/experts_on_disk.py FOLDER     # or any group of version 2 with a limit
+    docker run --memory 600m ... python benchmarks/experts_on_disk.py FOLDER  # or another group with a limit
 
 Linux. It prints what `nanoinfer` says about the memory, then ms a token (median), MB read a token, and GB/s.
 """
