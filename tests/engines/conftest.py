@@ -1,22 +1,25 @@
-"""Fixtures of the tests of engines with all families."""
+"""Fixtures of the tests of engines with all families.
+
+They import what needs transformers: tests/engines is also collected where only torch and triton are installed.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from helpers import families
-from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt
+if TYPE_CHECKING:
+    from nanoinfer.models.gpt import GPT
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a case, which is written once."""
+    from helpers import families
 
     @functools.cache
     def make(case: str) -> Path:
@@ -30,4 +33,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="module")
 def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
     """Return the reference model of a case, which test_families.py compares with the one of transformers."""
+    from nanoinfer.models.checkpoints.huggingface import open_folder
+    from nanoinfer.models.gpt_loading import load_gpt
+
     return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))

@@ -132,6 +132,7 @@ WAITING = {
     "extend": Case(lambda s: (s.extend(s.short[3], 2), s.decoder.length(s.short[3]))[1], 22),
     "hidden": Case(lambda s: (s.decoder.hidden(out=s.hidden), bool(np.isfinite(s.hidden).all()))[1], True),
     "observe_inputs": Case(lambda s: s.decoder.observe_inputs()),
+    "read_experts_ahead": Case(lambda s: s.decoder.read_experts_ahead()),
     "input_squares": Case(lambda s: type(s.decoder.input_squares()), dict),
     "part_seconds": Case(lambda s: min(s.decoder.part_seconds().values()) > 0, True),
     "logits_stride": Case(lambda s: s.decoder.logits_stride, 64),
