@@ -38,7 +38,7 @@ pytestmark = [
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
 FAST = ("llama", "gpt_neox")
-QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite")
+QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet")
 """Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals."""
 
 

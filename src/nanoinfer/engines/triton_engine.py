@@ -189,9 +189,9 @@ class TritonEngine(CudaGraphEngine):
             normed = self._empty(*x.shape)  # once for both products
             layer_norm(x, norm, normed)
             x, norm = normed, None
-        x, norm = self._input(x, norm)
         if layer.mlp is None:
             return layer.block.mlp(x.to(self.dtype))  # type: ignore[no-any-return]
+        x, norm = self._input(x, norm)
         h = self._empty(len(x), self.config.mlp_dim)
         mlp, c_fc = cast(MLP, layer.block.mlp), self._weight("mlp.c_fc", layer.mlp)
         if not self.config.gated_mlp:

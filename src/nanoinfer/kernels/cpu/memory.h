@@ -10,11 +10,12 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace nanoinfer {
 
-constexpr std::size_t kHugePage = std::size_t{2} << 20, kPage = 4096;
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 // Zeroed memory, 2 MiB aligned, on huge pages if the system grants them. Pages are allocated when they are first
 // written. Throws std::bad_alloc.
@@ -71,7 +72,8 @@ class Buffer {
 enum class Access { soon, random };
 inline void advise(const std::uint8_t* data, std::size_t size, Access access) {
 #if defined(__linux__)
-  const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(data), begin = at / kPage * kPage;
+  static const std::uintptr_t page = sysconf(_SC_PAGESIZE);  // 4 to 64 KiB on Arm
+  const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(data), begin = at / page * page;
   madvise(reinterpret_cast<void*>(begin), at + size - begin, access == Access::soon ? MADV_WILLNEED : MADV_RANDOM);
 #else
   (void)data, (void)size, (void)access;

@@ -185,7 +185,11 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int
   const std::uint8_t* const data = w.data + panel * w.panel_bytes;
   const std::int64_t bytes = (std::int64_t)w.panel_bytes;
   Tile t{data, task.x + row * task.x_stride, w.depth, data + bytes + bytes * part / parts, (kLine + parts - 1) / parts};
-  if (parts == 1) t.ahead = M <= kRowsNear ? data : data + kPrefetchFar, t.stride = M <= kRowsNear ? 0 : kLine;
+  if (parts == 1) {
+    constexpr bool far = M > kRowsNear;
+    t.ahead = far ? data + kPrefetchFar : data;
+    t.stride = far ? kLine : 0;
+  }
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   if constexpr (type == WeightType::f32) tile_floats<float, M>(t, acc);
