@@ -17,9 +17,10 @@ from helpers.speculation import FLAT, SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.sampling.sampler import sample
+from nanoinfer.speculative import draft_factory
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
@@ -228,6 +229,29 @@ def test_drafts_by_name(tmp_path: Path) -> None:
         for k in ("auto", 3):
             llm = LLM(str(folder), draft=name, speculate_k=k)
             assert [o.outputs for o in llm.generate(["Go", "To be"], params)] == expected, (name, k)
+
+
+@pytest.mark.skipif(ENGINES["native"].unavailable() is not None, reason="needs the engine native")
+@pytest.mark.parametrize(("num_large", "quantization"), [(1 << 25, "int8"), (0, "int4")])
+def test_a_large_draft_has_four_bits_and_a_small_one_eight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_large: int, quantization: str
+) -> None:
+    monkeypatch.setattr(draft_factory, "LARGE_DRAFT", num_large)
+    folder, small = str(make_folder(tmp_path / "m")), str(make_folder(tmp_path / "d", seed=5))
+
+    def logits(engine: Engine) -> list[float]:
+        handle = engine.open()
+        found = engine.extend(StepBatch([handle], list(range(9)), [9], [1]))
+        engine.close(handle)
+        return [float(x) for x in found[0]]
+
+    speculator = LLM(folder, draft=small).core.speculator
+    assert speculator is not None
+    assert isinstance(speculator.drafter, DraftModel)
+    of_draft = logits(speculator.drafter.engine)
+    alone = {q: logits(LLM(small, engine="native", quantization=q).engine) for q in ("int8", "int4")}
+    assert of_draft == alone[quantization]
+    assert alone["int8"] != alone["int4"]
 
 
 def test_a_draft_that_is_asked_for_again_still_knows_costs_and_acceptance(tmp_path: Path) -> None:

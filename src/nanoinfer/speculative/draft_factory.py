@@ -1,7 +1,7 @@
 """Make a drafter from the name of a draft; docs/speculative.md ("Drafts") lists the names.
 
-On a CPU a draft model's weights are quantized to int8 for any format of the target, because errors of the draft affect
-only the acceptance rate.
+On a CPU a draft model's weights are quantized for any format of the target, because errors of the draft affect only the
+acceptance rate: to int4 if they are read from memory for every token, to int8 if the caches may hold them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.models.model_info import ModelInfo
+from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 PROMPT_LOOKUP = "prompt-lookup"
+LARGE_DRAFT = 1 << 25  # parameters: more than the last-level caches of most CPUs hold in int8
 PROMPT_SIZES = (16, 64, 256)  # tokens of the steps that are timed to estimate the prefill of a draft model
 COMPANIONS = {  # target -> its draft; wide:<model>:<preset> uses the draft of the model
     "shakespeare": "shakespeare-draft",
@@ -165,7 +167,9 @@ class DraftFactory:
             weights = loaded.take()
             if isinstance(weights, PackedWeights):
                 return weights, weights.quantization
-            return weights, "int8" if target.device == "cpu" and native.unavailable() is None else None
+            if target.device != "cpu" or native.unavailable() is not None:
+                return weights, None
+            return weights, "int4" if num_parameters(weights.config) > LARGE_DRAFT else "int8"
         how = name.removeprefix("self:")
         if not how.isdecimal() and how not in native.quantizations:
             formats = ", ".join(f"self:{q}" for q in native.quantizations)
