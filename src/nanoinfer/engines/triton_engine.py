@@ -19,21 +19,23 @@ The residual stream of a fused step is float32; the inputs of a product are in t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, Rotary
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
+from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput, StepTensors, slot_attention
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, norm_of
+from nanoinfer.engines.triton_modules import fuse
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
@@ -43,7 +45,7 @@ from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
-from nanoinfer.models.attention import soft_cap
+from nanoinfer.models.attention import attention_backends, soft_cap
 from nanoinfer.models.gpt import GPT, MLP, Attention
 from nanoinfer.models.layers import GatedMLP, Rotation
 from nanoinfer.models.per_layer import AfterBlock
@@ -83,7 +85,9 @@ class TritonEngine(CudaGraphEngine):
                 " engine=native on a CPU"
             )
         super().__init__(model, limits, config, recorder=recorder)
+        self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
         self._layers = describe(model, pack, keep=quantization is None)
+        fuse(model, pack, self._fused_tokens)
         self._activation = ACTIVATIONS.get(self.config.activation, 0)  # of experts, PyTorch's modules apply it
         self._scale = 1.0 if self.config.residual_scale is None else self.config.residual_scale
         tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe") if name in model.transformer]
@@ -95,7 +99,6 @@ class TritonEngine(CudaGraphEngine):
         ones = torch.ones(self.config.n_embd, dtype=self.dtype, device=self.device)
         self._ln_f = cast(Norm, norm_of(model.transformer["ln_f"], ones, self.config.final_scale))
         self._ln_e = norm_of(model.transformer["ln_e"], ones) if self.config.embedding_norm else None
-        self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
 
     @staticmethod
     def check(config: ModelConfig) -> None:
@@ -104,8 +107,6 @@ class TritonEngine(CudaGraphEngine):
         experts = all(config.layer(i).experts for i in range(config.n_layer))
         if config.activation not in ACTIVATIONS and not (experts and not config.per_layer_dim):
             missing.append(f"activation={config.activation}")
-        if config.latent is not None:
-            missing.append("latent attention")
         if missing:
             raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
 
@@ -123,7 +124,8 @@ class TritonEngine(CudaGraphEngine):
         )  # fmt: skip
         if self._ln_e is not None:
             layer_norm(x, self._ln_e, x)
-        self._run_layers(x, pos, inputs, shape)
+        with nullcontext() if self.config.latent is None else attention_backends(self.device):
+            self._run_layers(x, pos, inputs, shape)
         norm, hidden = self._ln_f, x
         if sample is None or R * n > 1:  # one row: the head normalises it
             hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
@@ -137,18 +139,30 @@ class TritonEngine(CudaGraphEngine):
 
     def _run_layers(self, x: Tensor, pos: Tensor, inputs: StepInputs, shape: Bucket) -> None:
         """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n)."""
-        rotations = self.model.rotations(pos, torch.float32)
+        rotations = self.model.rotations(pos, torch.float32 if self.config.latent is None else self.dtype)
+        step, masks = (
+            StepTensors(inputs.given, pos, inputs.slots, shape.context, shape.dense),
+            dict[int | None, Tensor](),
+        )
+        if self.config.latent is not None:
+            masks = {window: self._mask(step, window) for window in self.config.windows}
         given = self._per_layer_inputs(x, inputs) if self.config.per_layer_dim else None
         for index, layer in enumerate(self._layers):
-            pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
-            q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
-            self._project(layer, x, q, pages, rotations)
-            ahead = None if layer.experts else layer.weights["mlp.c_fc"].data
-            attention(q, pages, shape.context, y, ahead=ahead, scores=layer.scores)
-            block = layer.block
+            block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
+            if self.config.latent is None:
+                pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
+                q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
+                self._project(layer, x, q, pages, rotation)
+                ahead = None if layer.experts else layer.weights["mlp.c_fc"].data
+                attention(q, pages, shape.context, y, ahead=ahead, scores=layer.scores)
+            else:
+                y = self._latent_attention(index, x, step, masks[layer.kind.window], rotation)
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
-            attn_proj = layer.weights["attn.c_proj"]
-            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
+            if self.config.latent is None:
+                bias = block.attn.c_proj.bias
+                self._add(x, y, layer.weights["attn.c_proj"], bias, layer.attn_sub, layer.post_1)
+            else:
+                self._add_to(x, y, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
             if layer.experts:
                 self._add_to(x, hidden, layer.post_2)
@@ -176,7 +190,21 @@ class TritonEngine(CudaGraphEngine):
         if (scale := cast(AfterBlock, layer.block.after).scale) is not None:
             x.mul_(scale)
 
-    def _project(self, layer: Layer, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]) -> None:
+    def _latent_attention(
+        self, index: int, x: Tensor, step: StepTensors, mask: Tensor, rotation: Rotation | None
+    ) -> Tensor:
+        """Return the output of latent attention, (M, C), for the residual stream x, (M, C)."""
+        layer, normed = self._layers[index], self._empty(*x.shape)
+        if layer.ln_1 is None:
+            normed.copy_(x)
+        else:
+            layer_norm(x, layer.ln_1, normed)
+        k, v = self._cache.k[index], self._cache.v[index]
+        attend = slot_attention(self.config, layer.block, k, v, step.slots, step.pos, mask, step.dense)
+        y: Tensor = layer.block.attn(normed.view(*step.pos.shape, -1), attend, rotation)
+        return y.flatten(0, 1)
+
+    def _project(self, layer: Layer, x: Tensor, q: Tensor, pages: Pages, rotation: Rotation | None) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
         weight, attn = layer.weights["attn.c_attn"], cast(Attention | SharedAttention, layer.block.attn)
         x, norm = self._input(x, layer.ln_1)
@@ -193,8 +221,7 @@ class TritonEngine(CudaGraphEngine):
                 part = qkv[:, start : start + width]
                 part.copy_(attn.get_submodule(name)(part))
                 start += width
-        angles = None if layer.rotary is None else rotations[layer.rotary]
-        store_heads(qkv, q, pages, layer.heads, angles, layer.value_eps)
+        store_heads(qkv, q, pages, layer.heads, rotation, layer.value_eps)
 
     def _begin_mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """Return the hidden layer of the MLP, (M, mlp_dim); of a mixture of experts, its output, (M, C)."""

@@ -35,7 +35,8 @@ class Layer:
     config: ModelConfig
     """With the layer's sizes."""
     weights: dict[str, Weight]
-    """Of the products that are kernels of the engine, by the names of their modules in the block."""
+    """Of the products that the engine launches, by the names of their modules in the block. Latent attention has none:
+    it is PyTorch's module (triton_modules.py)."""
     ln_1: Norm | None
     attn_sub: Norm | None
     """Of attention's output, in front of c_proj."""
@@ -84,7 +85,7 @@ def describe(model: GPT, pack: Pack, *, keep: bool) -> list[Layer]:
 
 def _packed(config: ModelConfig, kind: LayerKind, block: Block, pack: Pack, keep: bool) -> dict[str, Weight]:
     """Return the weights of a block's kernels."""
-    names = ["attn.c_attn", "attn.c_proj"]
+    names = ["attn.c_attn", "attn.c_proj"] if config.latent is None else []
     if not kind.experts:
         names += ["mlp.c_gate"] * config.gated_mlp + ["mlp.c_fc", "mlp.c_proj"]
     if config.per_layer_dim:
