@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.engines import generate, make_engine, naive_greedy
+from helpers.environment import INTERPRETED
 from helpers.errors import refuses
 from helpers.models import make_limits
 from nanoinfer import SamplingParams
@@ -157,15 +158,16 @@ def test_layers_that_share_keys_take_no_memory() -> None:
     assert static._cache.k[2] is static._cache.k[0]
 
 
-def test_triton_refuses_before_memory_is_allocated() -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CUDA device here, and models are on the CPU")
+def test_triton_runs_layers_with_norms_of_all_heads_and_keys_as_values() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    for name in MODELS:
-        weights = replace(weights_of(make_gpt(name)), read=lambda: pytest.fail("weights are read"))
-        refuses(
-            lambda w=weights: registry.build(ENGINES["triton"], w, EngineConfig(), "cpu"),
-            "engine triton has no kernel for",
-            "per-layer embeddings" if name == "per-layer" else "layers",
-        )
+    gpt, ids = make_gpt("shared-whole"), [(7 * i * i + i) % 61 for i in range(13)]
+    engine: Any = make_engine("triton", gpt, 2)
+    handle = engine.open()
+    first = engine.extend(StepBatch([handle], ids[:12], [12], [12])).clone()
+    logits = torch.cat((first, engine.extend(StepBatch([handle], ids[12:], [1], [1]))))
+    torch.testing.assert_close(logits, gpt(torch.tensor([ids]))[0], rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize(

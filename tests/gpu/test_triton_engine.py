@@ -87,9 +87,9 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(quantization: str
 
 def with_values(gpt: GPT, engine: TritonEngine) -> None:
     """Put the values that an engine's weights stand for into a model."""
-    for name, weight in engine._weights.items():
-        for layer, block in enumerate(gpt.blocks):
-            block.get_submodule(name).weight.data = dequantize(weight.layer(layer))
+    for layer, block in zip(engine._layers, gpt.blocks, strict=True):
+        for name, weight in layer.weights.items():
+            block.get_submodule(name).weight.data = dequantize(weight)
     gpt.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight), requires_grad=False)
 
 

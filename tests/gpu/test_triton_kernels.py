@@ -276,6 +276,26 @@ def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: 
     torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_heads_of_fewer_projections_and_a_norm_of_values(parts: int, device: str) -> None:
+    """1: queries alone, which store nothing; 2: values are the keys before their norm."""
+    H, K, D, M, length = 4, 2, 6, 3, 9
+    qkv, gain, pos = draw(M, (H + (parts - 1) * K) * D), draw(2, D, seed=1), torch.tensor([[2, 3, 4]])
+    keys, values = torch.full((2, 1, K, length, D), 7.0, device=device)
+    want_k, want_v = torch.full((2, 1, K, length, D), 7.0)
+    q, *rest = qkv.split([H * D] + [K * D] * (parts - 1), 1)
+    if rest:
+        k, v = rest[0].unflatten(1, (K, D)), rest[-1].unflatten(1, (K, D))
+        want_k[0, :, 2:5] = F.rms_norm(k, (D,), gain[1], 1e-2).transpose(0, 1)
+        want_v[0, :, 2:5] = F.rms_norm(v, (D,), None, 1e-3).transpose(0, 1)
+    out, norm = torch.empty(M, H * D, device=device), Norm(gain.to(device), None, 1e-2, rms=True)
+    pages = Pages(keys, values, torch.zeros(1, 1, dtype=torch.int64, device=device), pos.to(device))
+    store_heads(qkv.to(device), out, pages, norm, None, 1e-3)
+    expected = F.rms_norm(q.unflatten(1, (H, D)), (D,), gain[0], 1e-2).flatten(1)
+    for found, wanted in ((out, expected), (keys, want_k), (values, want_v)):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=2e-5)
+
+
 def test_heads_refuse_what_does_not_fit() -> None:
     keys, pos = torch.zeros(1, 2, 8, 4), torch.zeros(1, 3, dtype=torch.int64)
     pages, qkv, out = (
@@ -371,6 +391,22 @@ def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: 
             s = scores.softcap * torch.tanh(s / scores.softcap)
         weights = torch.cat((s, sinks.double().view(H, 1, 1)), -1).softmax(-1)[..., :-1]
         torch.testing.assert_close(out[m].view(H, D).cpu().double(), (weights @ v)[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_attention_of_wide_heads(n: int, device: str) -> None:
+    """Blocks are smaller: 300 values a head take 16 keys and 16 tokens."""
+    keys, values, q = draw(1, 1, 40, 300), draw(1, 1, 40, 300, seed=1), draw(n, 300)
+    pos, out = torch.tensor([[17]]) + torch.arange(n), torch.empty(n, 300, device=device)
+    pages = Pages(keys.to(device), values.to(device), torch.zeros(1, 1, dtype=torch.int64, device=device),
+                  pos.to(device))  # fmt: skip
+    attention(q.to(device), pages, 40, out, 2)
+    for i, p in enumerate(pos[0].tolist()):
+        expected = attend_in_float64(q[i : i + 1], keys[0], values[0], p)
+        torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, rtol=0, atol=1e-5)
+    assert tiles.attention_blocks(512, 16) == (16, 16, 3)
+    assert tiles.attention_blocks(128, 16) == (64, 64, 3)
+    assert tiles.attention_blocks(512, 32) == (16, 16, 1)
 
 
 def test_attention_survives_scores_without_end(device: str) -> None:

@@ -39,7 +39,7 @@ from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.attention import Masking, attention_backends, scaled_attention
 from nanoinfer.models.experts import ExpertMLP
-from nanoinfer.models.gpt import GPT, Block
+from nanoinfer.models.gpt import GPT, Block, LayerAttend
 from nanoinfer.models.layers import Rotation
 from nanoinfer.utils import processes
 
@@ -376,6 +376,13 @@ def run_block(
     dense: bool,
 ) -> Tensor:
     """Store a block's new keys and values in k and v, (slots, K, T, D), and return its output for x, (R, n, C)."""
+    return block(x, slot_attention(config, block, k, v, slots, pos, mask, dense), rotation)  # type: ignore[no-any-return]
+
+
+def slot_attention(
+    config: ModelConfig, block: Block, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, mask: Tensor, dense: bool
+) -> LayerAttend:
+    """Return the function by which a block stores its new keys and values and attends. Arguments: see `run_block`."""
 
     def attend(q: Tensor, new_k: Tensor | None, new_v: Tensor | None) -> Tensor:  # (R, n, H, D)
         if new_k is not None and new_v is not None:
@@ -386,4 +393,4 @@ def run_block(
         y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask), block.attn.sinks)
         return y.transpose(1, 2)
 
-    return block(x, attend, rotation)  # type: ignore[no-any-return]
+    return attend

@@ -19,34 +19,38 @@ The residual stream of a fused step is float32; the inputs of a product are in t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, Rotary
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
+from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput, StepTensors, slot_attention
 from nanoinfer.engines.transfers import StepInputs
-from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, norm_of
+from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, norm_of
+from nanoinfer.engines.triton_modules import fuse
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
-from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int8, stack
+from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int8
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
-from nanoinfer.models.attention import soft_cap
+from nanoinfer.models.attention import attention_backends, soft_cap
 from nanoinfer.models.gpt import GPT, MLP, Attention
 from nanoinfer.models.layers import GatedMLP, Rotation
+from nanoinfer.models.per_layer import AfterBlock
 from nanoinfer.models.rounded_inputs import rounded
+from nanoinfer.models.shared_attention import SharedAttention
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -81,40 +85,28 @@ class TritonEngine(CudaGraphEngine):
                 " engine=native on a CPU"
             )
         super().__init__(model, limits, config, recorder=recorder)
-        self._layers = describe(model)
+        self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
+        self._layers = describe(model, pack, keep=quantization is None)
+        fuse(model, pack, self._fused_tokens)
         self._activation = ACTIVATIONS.get(self.config.activation, 0)  # of experts, PyTorch's modules apply it
         self._scale = 1.0 if self.config.residual_scale is None else self.config.residual_scale
-        self._weights: dict[str, Weight] = {}
-        dense_mlps = [layer.block for layer in self._layers if layer.mlp is not None]
-        mlp = ("mlp.c_gate", "mlp.c_fc", "mlp.c_proj")[0 if self.config.gated_mlp else 1 :] if dense_mlps else ()
-        for name in ("attn.c_attn", "attn.c_proj", *mlp):
-            blocks = dense_mlps if name in mlp else model.blocks
-            linears = [cast(nn.Linear, block.get_submodule(name)) for block in blocks]
-            self._weights[name] = whole = stack([pack(linear.weight) for linear in linears])
-            for index, linear in enumerate(linears):  # a view of the packed weights, or empty if quantized
-                linear.weight = _frozen(whole.data[index] if quantization is None else whole.data.new_empty(0))
         tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe") if name in model.transformer]
         for table in tables:
-            table.weight = _frozen(table.weight.contiguous())
+            table.weight = frozen(table.weight.contiguous())
         self._wte, self._wpe = tables[0].weight, tables[1].weight if self.config.learned_positions else None
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
         ones = torch.ones(self.config.n_embd, dtype=self.dtype, device=self.device)
         self._ln_f = cast(Norm, norm_of(model.transformer["ln_f"], ones, self.config.final_scale))
         self._ln_e = norm_of(model.transformer["ln_e"], ones) if self.config.embedding_norm else None
-        self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
 
     @staticmethod
     def check(config: ModelConfig) -> None:
         """Raise NanoinferError if a model has what no kernel does."""
         missing = []
         experts = all(config.layer(i).experts for i in range(config.n_layer))
-        if config.activation not in ACTIVATIONS and not experts:
+        if config.activation not in ACTIVATIONS and not (experts and not config.per_layer_dim):
             missing.append(f"activation={config.activation}")
-        if config.latent is not None:
-            missing.append("latent attention")
-        if config.differing is not None:
-            missing.append(config.differing)
         if missing:
             raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
 
@@ -132,7 +124,8 @@ class TritonEngine(CudaGraphEngine):
         )  # fmt: skip
         if self._ln_e is not None:
             layer_norm(x, self._ln_e, x)
-        self._run_layers(x, pos, inputs.slots, shape.context)
+        with nullcontext() if self.config.latent is None else attention_backends(self.device):
+            self._run_layers(x, pos, inputs, shape)
         norm, hidden = self._ln_f, x
         if sample is None or R * n > 1:  # one row: the head normalises it
             hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
@@ -144,30 +137,76 @@ class TritonEngine(CudaGraphEngine):
             return StepOutput(hidden.view(R, n, C), logits, None)
         return StepOutput(hidden, None, sample(logits, inputs.sampler_slots, inputs.wanted, self._last, inputs.slots))
 
-    def _run_layers(self, x: Tensor, pos: Tensor, slots: Tensor, context: int) -> None:
-        """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n); slots: (R,)."""
-        rotations = self.model.rotations(pos, torch.float32)
-        q, y = (self._empty(len(x), self.config.attn_dim) for _ in range(2))
+    def _run_layers(self, x: Tensor, pos: Tensor, inputs: StepInputs, shape: Bucket) -> None:
+        """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n)."""
+        rotations = self.model.rotations(pos, torch.float32 if self.config.latent is None else self.dtype)
+        step, masks = (
+            StepTensors(inputs.given, pos, inputs.slots, shape.context, shape.dense),
+            dict[int | None, Tensor](),
+        )
+        if self.config.latent is not None:
+            masks = {window: self._mask(step, window) for window in self.config.windows}
+        given = self._per_layer_inputs(x, inputs) if self.config.per_layer_dim else None
         for index, layer in enumerate(self._layers):
-            pages = Pages(self._cache.k[index], self._cache.v[index], slots[:, None], pos)
-            self._project(index, x, q, pages, rotations)
-            ahead = None if layer.mlp is None else self._weight("mlp.c_fc", layer.mlp).data
-            attention(q, pages, context, y, ahead=ahead, scores=layer.scores)
-            block = layer.block
+            block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
+            if self.config.latent is None:
+                pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
+                q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
+                self._project(layer, x, q, pages, rotation)
+                ahead = None if layer.experts else layer.weights["mlp.c_fc"].data
+                attention(q, pages, shape.context, y, ahead=ahead, scores=layer.scores)
+            else:
+                y = self._latent_attention(index, x, step, masks[layer.kind.window], rotation)
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
-            attn_proj = self._weight("attn.c_proj", index)
-            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
+            if self.config.latent is None:
+                bias = block.attn.c_proj.bias
+                self._add(x, y, layer.weights["attn.c_proj"], bias, layer.attn_sub, layer.post_1)
+            else:
+                self._add_to(x, y, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
-            if layer.mlp is None:
+            if layer.experts:
                 self._add_to(x, hidden, layer.post_2)
             else:
-                mlp_proj = self._weight("mlp.c_proj", layer.mlp)
+                mlp_proj = layer.weights["mlp.c_proj"]
                 self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.mlp_sub, layer.post_2)
+            if block.after is not None:
+                self._end(layer, x, None if given is None else given[index])
 
-    def _project(self, index: int, x: Tensor, q: Tensor, pages: Pages, rotations: dict[Rotary, Rotation]) -> None:
+    def _per_layer_inputs(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """Return what each layer adds of its own embeddings, (L, M, P), for the embedded tokens x, (M, C)."""
+        tokens = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
+        given: Tensor = self.model.transformer["per_layer"](tokens.flatten(), x.to(self.dtype))  # (M, L, P)
+        return given.transpose(0, 1).contiguous()
+
+    def _end(self, layer: Layer, x: Tensor, given: Tensor | None) -> None:
+        """Add a layer's own input, (M, P), to the residual stream x, (M, C), and scale it (models/per_layer.py)."""
+        if given is not None:
+            h, out = torch.empty_like(given), torch.empty_like(x)
+            gate = Epilogue(activation=self._activation, residual=given, gates=True)
+            product(x, layer.weights["after.c_gate"], h, None, gate)
+            product(h, layer.weights["after.c_proj"], out)
+            layer_norm(out, cast(Norm, layer.post_after), out)
+            x.add_(out)
+        if (scale := cast(AfterBlock, layer.block.after).scale) is not None:
+            x.mul_(scale)
+
+    def _latent_attention(
+        self, index: int, x: Tensor, step: StepTensors, mask: Tensor, rotation: Rotation | None
+    ) -> Tensor:
+        """Return the output of latent attention, (M, C), for the residual stream x, (M, C)."""
+        layer, normed = self._layers[index], self._empty(*x.shape)
+        if layer.ln_1 is None:
+            normed.copy_(x)
+        else:
+            layer_norm(x, layer.ln_1, normed)
+        k, v = self._cache.k[index], self._cache.v[index]
+        attend = slot_attention(self.config, layer.block, k, v, step.slots, step.pos, mask, step.dense)
+        y: Tensor = layer.block.attn(normed.view(*step.pos.shape, -1), attend, rotation)
+        return y.flatten(0, 1)
+
+    def _project(self, layer: Layer, x: Tensor, q: Tensor, pages: Pages, rotation: Rotation | None) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
-        layer, weight = self._layers[index], self._weight("attn.c_attn", index)
-        attn = cast(Attention, layer.block.attn)
+        weight, attn = layer.weights["attn.c_attn"], cast(Attention | SharedAttention, layer.block.attn)
         x, norm = self._input(x, layer.ln_1)
         if layer.stores:
             product(x, weight, q, norm, Epilogue(attn.c_attn.bias, store=pages))
@@ -175,30 +214,32 @@ class TritonEngine(CudaGraphEngine):
         qkv = self._empty(len(x), weight.num_outputs)
         product(x, weight, qkv, norm, Epilogue(attn.c_attn.bias))
         if attn.qk_norm == "whole":
+            if layer.kind.keys_as_values:  # as they are before their norm
+                qkv = torch.cat((qkv, qkv[:, attn.widths[0] :]), 1)
             start = 0
-            for own, width in zip((attn.q_norm, attn.k_norm), attn.widths[:2], strict=True):
-                qkv[:, start : start + width] = own(qkv[:, start : start + width])
+            for name, width in zip(("q_norm", "k_norm"), attn.widths, strict=False):
+                part = qkv[:, start : start + width]
+                part.copy_(attn.get_submodule(name)(part))
                 start += width
-        angles = None if layer.rotary is None else rotations[layer.rotary]
-        store_heads(qkv, q, pages, layer.heads, angles)
+        store_heads(qkv, q, pages, layer.heads, rotation, layer.value_eps)
 
     def _begin_mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """Return the hidden layer of the MLP, (M, mlp_dim); of a mixture of experts, its output, (M, C)."""
         norm = layer.ln_2
-        if norm is not None and (layer.mlp is None or (self.config.gated_mlp and len(x) > 1)):
+        if norm is not None and (layer.experts or (self.config.gated_mlp and len(x) > 1)):
             normed = self._empty(*x.shape)  # once for both products
             layer_norm(x, norm, normed)
             x, norm = normed, None
-        if layer.mlp is None:
+        if layer.experts:
             return layer.block.mlp(x.to(self.dtype))  # type: ignore[no-any-return]
         x, norm = self._input(x, norm)
-        h = self._empty(len(x), self.config.mlp_dim)
-        mlp, c_fc = cast(MLP, layer.block.mlp), self._weight("mlp.c_fc", layer.mlp)
+        h = self._empty(len(x), layer.config.mlp_dim)
+        mlp, c_fc = cast(MLP, layer.block.mlp), layer.weights["mlp.c_fc"]
         if not self.config.gated_mlp:
             product(x, c_fc, h, norm, Epilogue(mlp.c_fc.bias, self._activation))
             return h
         gate = cast(GatedMLP, mlp).c_gate
-        product(x, self._weight("mlp.c_gate", layer.mlp), h, norm, Epilogue(gate.bias, self._activation))
+        product(x, layer.weights["mlp.c_gate"], h, norm, Epilogue(gate.bias, self._activation))
         product(x, c_fc, h, norm, Epilogue(mlp.c_fc.bias, residual=h, gates=True))
         return h
 
@@ -244,13 +285,5 @@ class TritonEngine(CudaGraphEngine):
                 product(hidden.contiguous(), self._head_weight, logits, norm, Epilogue(self.model.lm_head.bias))
         return logits if self.config.logits_softcap is None else soft_cap(logits, self.config.logits_softcap)
 
-    def _weight(self, name: str, index: int) -> Weight:
-        """Return one of the stacked weights."""
-        return self._weights[name].layer(index)
-
     def _empty(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-
-
-def _frozen(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)

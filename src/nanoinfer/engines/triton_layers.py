@@ -1,12 +1,12 @@
-"""The layers of a model as the kernels of engine `triton` take them: parameters of norms, how scores are computed.
+"""The layers of a model as the kernels of engine `triton` take them: weights, parameters of norms and of scores.
 
 `describe` reads it off a model once; triton_engine.py then launches the same kernels for every family.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
+from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT, Attention, Block, LayerNorm
 from nanoinfer.models.layers import GatedMLP, RMSNorm
+from nanoinfer.models.per_layer import AfterBlock
+from nanoinfer.models.shared_attention import SharedAttention
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
+Pack = Callable[[Tensor], Weight]
+"""Returns a weight, (N, K), in one of the formats of quantize.py."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,11 @@ class Layer:
     """One layer. A norm is None where the layer has none."""
 
     block: Block
+    config: ModelConfig
+    """With the layer's sizes."""
+    weights: dict[str, Weight]
+    """Of the products that the engine launches, by the names of their modules in the block. Latent attention has none:
+    it is PyTorch's module (triton_modules.py)."""
     ln_1: Norm | None
     attn_sub: Norm | None
     """Of attention's output, in front of c_proj."""
@@ -36,49 +46,97 @@ class Layer:
     mlp_sub: Norm | None
     """Of the MLP's hidden layer."""
     post_2: Norm | None
+    post_after: Norm | None
+    """Of what the layer's own embedding adds (models/per_layer.py)."""
     heads: Norm | None
     """Of each head of queries and keys: weight and bias are (2, D)."""
+    value_eps: float | None
+    """Of the norm of each head of values; None: they have no norm."""
     scores: Scores
-    rotary: Rotary | None
-    mlp: int | None
-    """Index of the MLP among the dense ones; None of a mixture of experts, which is PyTorch's module."""
+    kind: LayerKind
     stores: bool
     """Whether the qkv product stores k and v itself: nothing happens to them before, and as many heads as queries."""
 
+    @property
+    def rotary(self) -> Rotary | None:
+        """Rotation of queries and keys."""
+        return self.kind.rotary
 
-def describe(model: GPT) -> list[Layer]:
-    """Return the layers of a model."""
-    kinds = [model.config.layer(i) for i in range(model.config.n_layer)]
-    before = [0, *accumulate(int(not kind.experts) for kind in kinds)]
-    mlps = [None if kind.experts else num for kind, num in zip(kinds, before, strict=False)]
-    return [_layer(model.config, *of) for of in zip(kinds, model.blocks, mlps, strict=True)]
+    @property
+    def experts(self) -> bool:
+        """Whether the MLP is a mixture of experts, which is PyTorch's module."""
+        return self.kind.experts
 
 
-def _layer(config: ModelConfig, kind: LayerKind, block: Block, mlp: int | None) -> Layer:
-    ones = block.attn.c_proj.weight.new_ones(config.n_embd)
-    ln_1, post_1, ln_2, post_2 = (norm_of(m, ones) for m in (block.ln_1, block.post_1, block.ln_2, block.post_2))
+def describe(model: GPT, pack: Pack, *, keep: bool) -> list[Layer]:
+    """Return the layers of a model.
+
+    Args:
+        model: the model; its weights become views of the packed ones, or are removed.
+        pack: makes the weights of the kernels.
+        keep: whether the model keeps them as views.
+    """
+    config = model.config
+    return [
+        _layer(config, config.at(i), config.layer(i), block, _packed(config, config.layer(i), block, pack, keep))
+        for i, block in enumerate(model.blocks)
+    ]
+
+
+def _packed(config: ModelConfig, kind: LayerKind, block: Block, pack: Pack, keep: bool) -> dict[str, Weight]:
+    """Return the weights of a block's kernels."""
+    names = ["attn.c_attn", "attn.c_proj"] if config.latent is None else []
+    if not kind.experts:
+        names += ["mlp.c_gate"] * config.gated_mlp + ["mlp.c_fc", "mlp.c_proj"]
+    if config.per_layer_dim:
+        names += ["after.c_gate", "after.c_proj"]
+    return {name: take(cast(nn.Linear, block.get_submodule(name)), pack, keep) for name in names}
+
+
+def take(module: nn.Module, pack: Pack, keep: bool) -> Weight:
+    """Return the packed weight of a module, whose parameter becomes a view of it, or empty."""
+    weight = pack(cast(Tensor, module.weight))
+    module.weight = frozen(weight.data if keep else weight.data.new_empty(0))
+    return weight
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    """Return a parameter without gradients."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, weights: dict[str, Weight]) -> Layer:
+    def ones(width: int) -> Tensor:
+        sample = next(block.parameters())
+        return torch.ones(width, dtype=sample.dtype, device=sample.device)
+
+    C, attn = config.n_embd, block.attn
+    ln_1, post_1, ln_2, post_2 = (norm_of(m, ones(C)) for m in (block.ln_1, block.post_1, block.ln_2, block.post_2))
+    plain = config.qk_norm == "none" and kind.rotary is None and not kind.value_norm
     return Layer(
         block=block,
+        config=at,
+        weights=weights,
         ln_1=ln_1,
-        attn_sub=norm_of(cast(Attention, block.attn).sub_norm, ones.new_ones(config.attn_dim)),
+        attn_sub=norm_of(cast(Attention, attn).sub_norm, ones(at.attn_dim)) if config.sub_norms else None,
         post_1=post_1,
         ln_2=ln_1 if block.shared else ln_2,
-        mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones.new_ones(config.mlp_dim))
-        if config.sub_norms
-        else None,
+        mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones(at.mlp_dim)) if config.sub_norms else None,
         post_2=post_2,
-        heads=_norm_of_heads(block, ones.new_ones(config.head_dim)) if config.qk_norm == "head" else None,
-        scores=Scores(config.attention_scale, config.attention_softcap, kind.window, block.attn.sinks),
-        rotary=kind.rotary,
-        mlp=mlp,
-        stores=config.qk_norm == "none" and kind.rotary is None and config.n_kv_head == config.n_head,
+        post_after=norm_of(cast(AfterBlock, block.after).post, ones(C)) if config.per_layer_dim else None,
+        heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm == "head" else None,
+        value_eps=config.norm_epsilon if kind.value_norm else None,
+        scores=Scores(config.attention_scale, config.attention_softcap, kind.window, attn.sinks),
+        kind=kind,
+        stores=plain and kind.num_projections == 3 and at.n_kv_head == at.n_head,
     )
 
 
 def _norm_of_heads(block: Block, ones: Tensor) -> Norm:
-    """Return the norms of queries and of keys, stacked."""
-    attn = cast(Attention, block.attn)
-    q, k = (cast(Norm, norm_of(module, ones)) for module in (attn.q_norm, attn.k_norm))
+    """Return the norms of queries and of keys, stacked. Without keys, those of queries stand for them."""
+    attn = cast(Attention | SharedAttention, block.attn)
+    modules = [attn.q_norm, attn.k_norm if len(attn.widths) > 1 else attn.q_norm]
+    q, k = (cast(Norm, norm_of(module, ones)) for module in modules)
     bias = None if q.bias is None else torch.stack((q.bias, cast(Tensor, k.bias)))
     return Norm(torch.stack((q.weight, k.weight)), bias, q.eps, q.rms)
 

@@ -31,11 +31,9 @@ from .launch import can_prefetch, launch_options, prefetch_share, wait_for_prede
 from .products import INTERPRETED
 from .sums import dot
 from .tiles import (
-    ATTENTION_BLOCK_Q,
-    ATTENTION_BLOCK_T,
-    ATTENTION_STAGES,
     ATTENTION_WARPS,
     COMBINE_WARPS,
+    attention_blocks,
     attention_splits,
     multiprocessors,
 )
@@ -270,11 +268,12 @@ def attention(
     _, num_kv_heads, block_len, D = pages.keys.shape
     _check(q, pages, out)
     num_heads, scores = q.shape[1] // D, scores or Scores()
-    bits = 8 * pages.keys.itemsize
-    block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), ATTENTION_BLOCK_Q[bits])
+    bits, BLOCK_D = 8 * pages.keys.itemsize, max(16, triton.next_power_of_2(D))
+    block_t, most, num_stages = attention_blocks(BLOCK_D, bits)
+    block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), most)
     blocks = triton.cdiv(num_new, block_q)
     splits = splits or attention_splits(num_rows * num_heads * blocks, context, bits, multiprocessors(q.device))
-    num_tokens, BLOCK_D = num_rows * num_new, max(16, triton.next_power_of_2(D))
+    num_tokens = num_rows * num_new
     options = launch_options(q.device)
     ahead = ahead if ahead is not None and can_prefetch(ahead) else None
     parts = stats = None
@@ -285,8 +284,8 @@ def attention(
         q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, scores.sinks, num_tokens,
         num_heads, num_new, context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
         0 if ahead is None else ahead.numel() * ahead.itemsize,
-        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=ATTENTION_BLOCK_T[bits],
-        PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
+        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=block_t,
+        PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=num_stages,
         WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, SHARED=num_heads // num_kv_heads, WINDOW=scores.window or 0,
         CAP=(scores.softcap or 0.0) * LOG2E, LOG2E=LOG2E, **options,
     )  # fmt: skip

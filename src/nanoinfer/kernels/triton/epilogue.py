@@ -38,7 +38,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Operations after the product. At most one of `activation`, `residual` and `store` may be set."""
+    """Operations after a product: at most one of `activation`, `residual` and `store`, or activation and gate."""
 
     bias: Tensor | None = None
     activation: int = 0

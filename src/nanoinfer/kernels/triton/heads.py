@@ -1,8 +1,9 @@
 """Between the qkv product and attention of other families than GPT-2: norms and rotation of heads, store of k and v.
 
 One program prepares one head of one token. Queries and keys are normalised, each head alone, and then rotated; values
-are only stored. Cosines and sines of the angles are computed once a step (`GPT.rotations`) for all layers that share
-them.
+are only stored, in some models normalised too. Cosines and sines of the angles are computed once a step
+(`GPT.rotations`) for all layers that share them. Some layers have fewer projections: in place of values, the keys as
+they are before norm and rotation; or queries alone, because the keys are those of an earlier layer.
 """
 
 from __future__ import annotations
@@ -27,18 +28,30 @@ def load_normed(x, gain, shift, dims, mean, rstd, D: tl.constexpr):
     return y
 
 
+@triton.jit
+def value_factor(x, dims, eps, D: tl.constexpr):
+    """Return what a head of values is multiplied by: 1 / its root mean square, or 1 without an eps."""
+    factor = 1.0
+    if eps is not None:
+        _, _, factor = statistics(x, dims, eps, D, True)
+    return factor
+
+
 @triton.jit(do_not_specialize=["num_new"])
 def heads_kernel(
     out, qkv, keys, values, table, pos, cos, sin, gain, shift,
-    num_new, stride_table, stride_block, stride_head, stride_token, stride_angle, stride_angle_head, eps,
+    num_new, stride_table, stride_block, stride_head, stride_token, stride_angle, stride_angle_head, eps, value_eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_LEN: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_LEN: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (token, head of queries, keys or values). HALF: the number of pairs that are rotated."""
+    """Grid: (token, head of queries, keys or values). HALF: the number of pairs that are rotated.
+
+    HEADS: those of a row of qkv. If there are none of values, they are the keys'.
+    """
     wait_for_predecessor(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
-    x = qkv + (token * (H + 2 * K) + head) * D
+    x = qkv + (token * HEADS + tl.where(head < HEADS, head, head - K)) * D
     y = tl.load(x + dims, mask=dims < D, other=0.0).to(tl.float32)
     if head < H + K:
         is_key = (head >= H).to(tl.int32)
@@ -55,6 +68,8 @@ def heads_kernel(
             y *= tl.load(cos + at, mask=dims < 2 * HALF, other=1.0)
             z = load_normed(x, gain, shift, partner, mean, rstd, D)
             y += z * tl.load(sin + at, mask=dims < 2 * HALF, other=0.0)
+    else:
+        y *= value_factor(x, dims, value_eps, D)
     if head < H:
         tl.store(out + (token * H + head) * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
     else:
@@ -69,16 +84,20 @@ def heads_kernel(
 
 
 def store_heads(
-    qkv: Tensor, out: Tensor, pages: Pages, norm: Norm | None = None, angles: tuple[Tensor, Tensor] | None = None
-) -> None:
+    qkv: Tensor, out: Tensor, pages: Pages, norm: Norm | None = None, angles: tuple[Tensor, Tensor] | None = None,
+    value_eps: float | None = None,
+) -> None:  # fmt: skip
     """Write normalised and rotated queries to `out`, such keys and the values to their places in the cache.
 
     Args:
-        qkv: (M, (H + 2K) * D) contiguous, any float type: queries, keys and values of M = R * n tokens.
+        qkv: contiguous, any float type: queries, keys and values of M = R * n tokens, (M, (H + 2K) * D); without
+            values, (M, (H + K) * D), the keys before norm and rotation are stored as values; queries alone,
+            (M, H * D), store nothing.
         out: (M, H * D) contiguous.
         pages: keys and values of K heads.
         norm: of each head; weight and bias are (2, D) contiguous, of queries and of keys. None: no norm.
         angles: cosine and sine, (R, n, 1 or H + K, dim) float32 contiguous, as in models/layers.py. None: no rotation.
+        value_eps: of an RMS norm without weight of each head of values; None: they have no norm.
 
     Raises:
         ValueError: shapes or strides do not match.
@@ -86,10 +105,10 @@ def store_heads(
     num_new, (_, K, block_len, D) = pages.pos.shape[-1], pages.keys.shape
     (M, width), H = qkv.shape, out.shape[1] // D
     check_contiguous(qkv=qkv, out=out, pos=pages.pos)
-    if width != (H + 2 * K) * D or out.shape != (M, H * D) or pages.pos.numel() != M:
+    if width not in (H * D, (H + K) * D, (H + 2 * K) * D) or out.shape != (M, H * D) or pages.pos.numel() != M:
         raise ValueError(
             f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {pages.pos.numel()} positions: need"
-            f" (H + 2 * {K}) * {D} columns, H * {D} columns, and as many rows as positions"
+            f" H, H + {K} or H + 2 * {K} times {D} columns, H * {D} columns, and as many rows as positions"
         )
     cos, sin, rotated, strides = None, None, 0, (0, 0)
     if angles is not None:
@@ -99,9 +118,9 @@ def store_heads(
         if cos.shape != sin.shape or cos.numel() != M * heads * rotated or heads not in (1, H + K) or rotated > D:
             raise ValueError(f"cos of {tuple(cos.shape)}, sin of {tuple(sin.shape)}: need {M} x (1 or {H + K}) x dim")
         strides = heads * rotated, 0 if heads == 1 else rotated
-    heads_kernel[(M, H + 2 * K)](
+    heads_kernel[(M, H if width == H * D else H + 2 * K)](
         out, qkv, pages.keys, pages.values, pages.table, pages.pos, cos, sin, norm and norm.weight, norm and norm.bias,
         num_new, pages.table.stride(0), *pages.keys.stride()[:3], *strides, norm.eps if norm else 0.0,
-        H=H, K=K, D=D, BLOCK_D=triton.next_power_of_2(D), HALF=rotated // 2, BLOCK_LEN=block_len,
-        RMS=norm is not None and norm.rms, num_warps=1, **launch_options(qkv.device),
+        value_eps, H=H, K=K, HEADS=width // D, D=D, BLOCK_D=triton.next_power_of_2(D), HALF=rotated // 2,
+        BLOCK_LEN=block_len, RMS=norm is not None and norm.rms, num_warps=1, **launch_options(qkv.device),
     )  # fmt: skip

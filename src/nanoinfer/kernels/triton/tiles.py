@@ -90,6 +90,8 @@ ATTENTION_STAGES = 3
 MAX_ATTENTION_SPLITS = 16
 MIN_ATTENTION_TURNS = 4
 """Least iterations of a part of a context: for fewer, the launch that merges the parts takes longer than they save."""
+ATTENTION_WIDTH = 128
+"""Width of a head up to which the four above hold. Wider heads take fewer keys and tokens at a time."""
 COMBINE_WARPS = 1
 
 USE_PDL = True
@@ -185,6 +187,19 @@ def attention_splits(num_programs: int, context: int, bits: int, processors: int
     while splits * num_programs < 2 * processors and 2 * splits <= most:
         splits *= 2
     return splits
+
+
+def attention_blocks(width: int, bits: int) -> tuple[int, int, int]:
+    """Return the keys of an iteration, the largest number of a row's new tokens in a program, and the iterations in
+    flight. width: that of a head, a power of two.
+
+    attention_blocks(512, 16) -> 16 keys, 16 tokens, 3 iterations: a program's sums stay in registers
+    """
+    block_t, block_q = ATTENTION_BLOCK_T[bits], ATTENTION_BLOCK_Q[bits]
+    if width > ATTENTION_WIDTH:  # tensor cores take 16 of both
+        block_t, block_q = (max(16, b * ATTENTION_WIDTH // width) for b in (block_t, block_q))
+    turn = 2 * block_t * width * bits // 8
+    return block_t, block_q, max(1, min(ATTENTION_STAGES, SHARED_BYTES // turn))
 
 
 def _power_of_two(n: int) -> int:
