@@ -55,6 +55,13 @@ def test_kernels_of_other_families_compile_and_stream(capability: int, formats: 
     check(kernels, capability)
 
 
+@pytest.mark.slow
+def test_kernels_of_experts_compile_and_stream() -> None:
+    kernels = compiled(90, "bfloat16,int8,int4", "768", "experts")
+    assert {k["kernel"] for k in kernels} == {"expert_kernel"}
+    check(kernels, 90)
+
+
 def check(kernels: list[dict[str, Any]], capability: int) -> None:
     for k in kernels:
         operations: dict[str, int] = k["operations"]
@@ -63,15 +70,15 @@ def check(kernels: list[dict[str, Any]], capability: int) -> None:
             spilled = sum(n for op, n in operations.items() if op.startswith(("LDL", "STL")))
             assert spilled <= (16 if k["kernel"] == "product_rows_kernel" else 4), k  # once a program
         assert k["shared_bytes"] <= SHARED_BYTES[capability], k
-        if k["kernel"] in ("product_kernel", "product_rows_kernel", "attention_kernel"):
+        if k["kernel"] in ("product_kernel", "product_rows_kernel", "expert_kernel", "attention_kernel"):
             loads = {op: n for op, n in operations.items() if op.startswith(("LDG.", "LDGSTS."))}
             wide = sum(n for op, n in loads.items() if ".128" in op)
             bytewise = sum(n for op, n in loads.items() if ".U8" in op or ".U16" in op)
             assert wide >= 1, k  # weights, keys and values: 16 bytes at a time
             assert bytewise <= 32, k  # scales and zero points, one a group
-        if k["kernel"].startswith("product") and k["format"] != "float32" and capability >= 80:
+        if k["kernel"].startswith(("product", "expert")) and k["format"] != "float32" and capability >= 80:
             tensor_cores = any(op.startswith(("HMMA", "HGMMA")) for op in operations)
-            assert tensor_cores == (k["kernel"] == "product_rows_kernel"), k
+            assert tensor_cores == (k["kernel"] != "product_kernel"), k
         if k["kernel"] == "product_kernel":
             order = k["order"]
             first = next(i for i, op in enumerate(order) if op.startswith("LDG") and ".128" in op)

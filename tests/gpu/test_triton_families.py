@@ -26,7 +26,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.triton_engine import TritonEngine
-from nanoinfer.engines.triton_modules import FusedLinear
+from nanoinfer.engines.triton_modules import FusedLinear, FusedStack
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
 from nanoinfer.models.checkpoints.huggingface import open_folder
@@ -39,8 +39,9 @@ pytestmark = [
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
 FAST = ("llama", "gpt_neox")
-QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet")
-"""Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals."""
+QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3")
+"""Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals,
+with experts: biases in them, latent attention and a shared expert beside them."""
 
 
 def model_of(case: str, folder: Path) -> GPT:
@@ -109,6 +110,8 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quanti
     for name, module in engine.model.named_modules():
         if isinstance(module, FusedLinear):
             reference.get_submodule(name).weight.data = dequantize(module.weight).cpu()
+        if isinstance(module, FusedStack):
+            reference.get_submodule(name).weight.data = dequantize(module.packed).cpu()
     reference.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight).cpu(), requires_grad=False)
     expected = run(RecomputeEngine(reference, make_limits(reference.config)))
     for a, b in zip(run(engine), expected, strict=True):
@@ -135,14 +138,6 @@ def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     weights = replace(weights, config=config, read=lambda: pytest.fail("weights were read"))
     message = "engine triton has no kernel for activation=clamped_silu: use engine=cuda_graph"
     refuses(lambda: registry.build(ENGINES["triton"], weights, EngineConfig(), "cpu"), message)
-
-
-def test_quantized_experts_are_refused(tmp_path: Path) -> None:
-    gpt = model_of("qwen3_moe", tmp_path)
-    refuses(
-        lambda: make_engine(gpt, "int8"),
-        "quantization='int8': engine triton does not quantize experts: leave it out, or use engine=native on a CPU",
-    )
 
 
 @pytest.mark.skipif(not products.INTERPRETED, reason="kernels are counted in Triton's interpreter")

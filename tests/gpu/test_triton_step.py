@@ -21,7 +21,7 @@ from helpers.models import TINY, make_limits, make_model
 from helpers.overlap import make_core as make_torch_core
 from helpers.recorded import FakeRecorder
 from helpers.samplers import make_row
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.base import PENDING, StepBatch
@@ -41,8 +41,14 @@ pytestmark = [
 ]
 interpreted = pytest.mark.skipif(not products.INTERPRETED, reason="nodes are counted in Triton's interpreter")
 SMALL = replace(TINY, n_layer=2)
+LLAMA = replace(
+    SMALL, family="llama", bias=False, activation="silu", norm="rms", gated_mlp=True, learned_positions=False,
+    num_kv_heads=1, layers=(LayerKind(rotary=Rotary(8)),) * 2,
+)  # fmt: skip
 L = SMALL.n_layer
 ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
+MAY_COPY = {torch.ops.aten.to.dtype, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default}
+"""Operations that are views by their schema."""
 SAMPLED = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -106,9 +112,11 @@ class Nodes(TorchDispatchMode):
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func not in ALLOCATIONS:
+        out = func(*args, **(kwargs or {}))
+        copies = func in MAY_COPY and out.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
+        if copies or (not func.is_view and func not in ALLOCATIONS):
             self._names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 @contextmanager
@@ -132,10 +140,12 @@ def counted(engine: TritonEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         yield names
 
 
-def make_engine(quantization: str | None = None, max_num_seqs: int = 4) -> TritonEngine:
+def make_engine(
+    quantization: str | None = None, max_num_seqs: int = 4, model: ModelConfig = SMALL
+) -> TritonEngine:  # fmt: skip
     """An engine without graphs: the interpreter's operations cannot be recorded."""
     none, config = FakeRecorder(fail_at=0), EngineConfig(graph_memory=2**30, quantization=quantization)
-    return TritonEngine(make_model(SMALL), make_limits(SMALL, max_num_seqs), config, recorder=none)
+    return TritonEngine(make_model(model), make_limits(model, max_num_seqs), config, recorder=none)
 
 
 def sampler_for(engine: TritonEngine, rows: int, params: SamplingParams) -> TritonSampler:
@@ -186,6 +196,25 @@ def test_in_steps_of_several_tokens_each_norm_is_a_node(
     assert nodes == ["begin_kernel", *ROWS, "norm_kernel", head, "weigh", "sample"]
     assert len(nodes) == 7 * L + 5
     assert NUM_KERNELS["triton, several sequences", "gpt2"] == (7, 5)
+
+
+@interpreted
+@pytest.mark.parametrize("family, qk_norm", [("llama", "none"), ("qwen3", "head")])
+def test_a_step_of_llamas_kind_has_7_nodes_a_layer_and_9_of_several_sequences(
+    family: str, qk_norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven operations of PyTorch make the cosines and sines of a step."""
+    engine = make_engine(model=replace(LLAMA, qk_norm=qk_norm))
+    sampler, handles = sampler_for(engine, 2, SamplingParams()), [engine.open(), engine.open()]
+    engine.step(StepBatch(handles, prompt(6), [2, 4], [1, 1]), sampler.sample_slots, [0, 1])
+    for rows, key, layer, others in ((1, "triton", 7, 4), (2, "triton, several sequences", 9, 5)):
+        with counted(engine, monkeypatch) as nodes:
+            batch = StepBatch(handles[:rows], [PENDING] * rows, [1] * rows, [1] * rows)
+            engine.step(batch, sampler.sample_slots, list(range(rows)))
+        angles = [name for name in nodes if name.startswith("aten")]
+        assert len(angles) == 7, angles
+        assert len(nodes) == layer * L + others + len(angles)
+        assert NUM_KERNELS[key, family] == (layer, others + len(angles))
 
 
 @interpreted

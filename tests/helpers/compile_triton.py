@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a GPU that is not here, through their own launchers, and say what came out.
 
-    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS [LAYERS]     e.g. 90 bfloat16,int4 768,1600 llama
+    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS LAYERS     e.g. 90 bfloat16,int4 768,1600 llama
 
 It prints one JSON line a kernel. Every launch is turned into a compilation with the very specialisations of a real one.
 TRITON_INTERPRET must not be set.
@@ -23,10 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.kernels.triton import attention as attention_module
+from nanoinfer.kernels.triton import experts as experts_module
 from nanoinfer.kernels.triton import launch
 from nanoinfer.kernels.triton import products as products_module
 from nanoinfer.kernels.triton.attention import Scores, attention
 from nanoinfer.kernels.triton.epilogue import GELU_TANH, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.experts import BLOCK, expert_product
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense
@@ -167,12 +169,22 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     layer_norm(x, norm, q)
 
 
+def compile_experts(name: str, C: int, rows: int) -> None:
+    """Launch the products of a mixture of 8 experts: 4 of them for each row, and all of them for each row."""
+    E, k, F = 8, 4, 2 * C
+    stack = weight(name, E * F, C)
+    x, bias = torch.empty(rows, C, dtype=stack.operand), torch.empty(E * F, dtype=stack.operand)
+    chosen, places = torch.zeros(rows * k, dtype=torch.int64), torch.zeros(E, BLOCK, dtype=torch.int64)
+    expert_product(x, stack, E, chosen, None, torch.empty(rows * k, F, dtype=stack.operand), bias)
+    expert_product(x, stack, E, chosen.new_zeros(E), places, torch.empty(rows * E, F, dtype=stack.operand))
+
+
 def main() -> None:
     """Compile for one capability and print one JSON line a kernel: what was asked for, and what came out."""
     capability, formats = int(sys.argv[1]), sys.argv[2].split(",")
-    layers = compile_llama if "llama" in sys.argv[4:] else compile_layer
+    layers = {"gpt2": compile_layer, "llama": compile_llama, "experts": compile_experts}[sys.argv[4]]
     seen = set()
-    for module in (products_module, attention_module):
+    for module in (products_module, attention_module, experts_module):
         module.multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     for name in formats:
         for C in map(int, sys.argv[3].split(",")):

@@ -64,8 +64,7 @@ class TritonEngine(CudaGraphEngine):
             output head, not to the embeddings.
 
     Raises:
-        NanoinferError: the model has what no kernel does, experts are to be quantized, or the KV cache does not fit in
-            the device's memory.
+        NanoinferError: the model has what no kernel does, or the KV cache does not fit in the device's memory.
         ValueError: a weight to be quantized is infinite or NaN.
     """
 
@@ -79,11 +78,6 @@ class TritonEngine(CudaGraphEngine):
     ) -> None:
         self.check(model.config)
         quantization, pack = config.quantization, PACK[config.quantization]
-        if quantization is not None and model.config.experts is not None:
-            raise NanoinferError(
-                f"quantization={quantization!r}: engine triton does not quantize experts: leave it out, or use"
-                " engine=native on a CPU"
-            )
         super().__init__(model, limits, config, recorder=recorder)
         self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
         self._layers = describe(model, pack, keep=quantization is None)
@@ -139,30 +133,27 @@ class TritonEngine(CudaGraphEngine):
 
     def _run_layers(self, x: Tensor, pos: Tensor, inputs: StepInputs, shape: Bucket) -> None:
         """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n)."""
-        rotations = self.model.rotations(pos, torch.float32 if self.config.latent is None else self.dtype)
-        step, masks = (
-            StepTensors(inputs.given, pos, inputs.slots, shape.context, shape.dense),
-            dict[int | None, Tensor](),
-        )
-        if self.config.latent is not None:
-            masks = {window: self._mask(step, window) for window in self.config.windows}
+        latent = self.config.latent is not None
+        rotations = self.model.rotations(pos, self.dtype if latent else torch.float32)
+        step = StepTensors(inputs.given, pos, inputs.slots, shape.context, shape.dense)
+        masks = {window: self._mask(step, window) for window in self.config.windows} if latent else {}
         given = self._per_layer_inputs(x, inputs) if self.config.per_layer_dim else None
         for index, layer in enumerate(self._layers):
             block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
-            if self.config.latent is None:
+            if latent:
+                y = self._latent_attention(index, x, step, masks[layer.kind.window], rotation)
+            else:
                 pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
                 q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
                 self._project(layer, x, q, pages, rotation)
                 ahead = None if layer.experts else layer.weights["mlp.c_fc"].data
                 attention(q, pages, shape.context, y, ahead=ahead, scores=layer.scores)
-            else:
-                y = self._latent_attention(index, x, step, masks[layer.kind.window], rotation)
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
-            if self.config.latent is None:
-                bias = block.attn.c_proj.bias
-                self._add(x, y, layer.weights["attn.c_proj"], bias, layer.attn_sub, layer.post_1)
-            else:
+            if latent:
                 self._add_to(x, y, layer.post_1)
+            else:
+                attn_proj = layer.weights["attn.c_proj"]
+                self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
             if layer.experts:
                 self._add_to(x, hidden, layer.post_2)

@@ -1,7 +1,7 @@
 """PyTorch's modules in the steps of engine `triton`: their matrix products are its kernels.
 
-What few families have (latent attention, per-layer embeddings) runs as the reference model's module. `fuse` replaces
-the linear layers in it, so that they have the formats of all other weights.
+What few families have (latent attention, per-layer embeddings, experts) runs as the reference model's module. `fuse`
+replaces the matrices in it, so that they have the formats of all other weights.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.engines.triton_layers import Pack, take
+from nanoinfer.engines.triton_layers import Pack, frozen, take
 from nanoinfer.kernels.triton.epilogue import Epilogue
+from nanoinfer.kernels.triton.experts import BLOCK, expert_product
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight
+from nanoinfer.models.experts import ExpertMLP, Stack
 from nanoinfer.models.gpt import GPT
 
 
@@ -37,8 +39,47 @@ class FusedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
+class FusedStack(Stack):
+    """The matrices of one of the products of all experts, packed.
+
+    Args:
+        count: number of experts.
+        packed: (count * rows, columns).
+        bias: (count * rows,), or None.
+    """
+
+    def __init__(self, count: int, packed: Weight, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.count, self.packed = count, packed
+        self.bias = None if bias is None else frozen(bias)
+        self.weight = frozen(packed.data if packed.scale is None else packed.data.new_empty(0))
+
+    def gathered(self, chosen: Tensor, x: Tensor) -> Tensor:
+        """Return the products of the experts `chosen`, (N, k, rows, 1), for x, (N, k or 1, columns, 1)."""
+        out = self._empty(chosen.numel(), x)
+        inputs = x.flatten(0, 1).squeeze(-1).contiguous()
+        expert_product(inputs, self.packed, self.count, chosen.flatten(), None, out, self.bias)
+        return out.view(*chosen.shape, -1, 1)
+
+    def all(self, x: Tensor) -> Tensor:
+        """Return the products of all experts, (E, N, rows), for x, (N, columns) or (E, N, columns)."""
+        if self.packed.scale is None:
+            return super().all(x)
+        E, N = self.count, x.shape[-2]
+        expert, token = torch.arange(E, device=x.device), torch.arange(-(-N // BLOCK) * BLOCK, device=x.device)
+        places = (token * E + expert[:, None]).masked_fill(token >= N, N * E).view(-1, BLOCK)  # (E * blocks, BLOCK)
+        inputs = x if x.dim() == 2 else x.transpose(0, 1).flatten(0, 1)  # those of a token one after the other
+        out = self._empty(N * E, x)
+        experts = expert[:, None].expand(E, len(places) // E).flatten()
+        expert_product(inputs.contiguous(), self.packed, E, experts, places, out, self.bias)
+        return out.view(N, E, -1).transpose(0, 1)
+
+    def _empty(self, rows: int, x: Tensor) -> Tensor:
+        return torch.empty(rows, self.packed.num_outputs // self.count, dtype=self.packed.operand, device=x.device)
+
+
 def fuse(model: GPT, pack: Pack, most: float) -> None:
-    """Replace linear layers in the modules of a model that engine `triton` runs as they are.
+    """Replace the matrices in the modules of a model that engine `triton` runs as they are.
 
     Args:
         model: the model.
@@ -49,12 +90,23 @@ def fuse(model: GPT, pack: Pack, most: float) -> None:
         linear = cast(nn.Linear, parent.get_submodule(name))
         bias = None if linear.bias is None else linear.bias.detach()
         setattr(parent, name, FusedLinear(take(linear, pack, keep=False), bias, most))
+    for mlp in _mixtures(model):
+        for name, stack in mlp.experts.items():
+            bias = None if stack.bias is None else cast(Tensor, stack.bias).detach()
+            mlp.experts[name] = FusedStack(mlp.config.count, take(stack, pack, keep=False), bias)
+
+
+def _mixtures(model: GPT) -> list[ExpertMLP]:
+    return [module for module in model.modules() if isinstance(module, ExpertMLP)]
 
 
 def _linears(model: GPT) -> Iterator[tuple[nn.Module, str]]:
-    """Return the modules that have such layers, and the names in them."""
+    """Return the modules that have such linear layers, and the names in them. Routers keep the model's dtype."""
     if model.config.per_layer_dim:
         yield model.transformer["per_layer"], "c_in"
     if (latent := model.config.latent) is not None:
         for block in model.blocks:
             yield from ((block.attn, name) for name in ("c_attn", *["q_b"] * (latent.query_rank > 0), "c_proj"))
+    for mlp in _mixtures(model):
+        if mlp.config.shared_width:
+            yield from ((mlp.shared, name) for name in ("c_gate", "c_fc", "c_proj"))

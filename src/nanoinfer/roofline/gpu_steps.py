@@ -23,7 +23,11 @@ from nanoinfer.roofline.predict import predict
 KERNEL_SEC = {"triton": 2.0e-6, "cuda_graph": 2.5e-6}
 NUM_KERNELS = {
     ("triton", "gpt2"): (5, 4),
+    ("triton", "llama"): (7, 11),
+    ("triton", "qwen3"): (7, 11),
     ("triton, several sequences", "gpt2"): (7, 5),
+    ("triton, several sequences", "llama"): (9, 12),
+    ("triton, several sequences", "qwen3"): (9, 12),
     ("cuda_graph", "gpt2"): (12, 18),
     ("cuda_graph", "llama"): (18, 25),
     ("cuda_graph", "qwen3"): (20, 25),
