@@ -188,6 +188,11 @@ class ModelConfig:
             require_int("experts * n_embd", self.experts.count * self.n_embd, 1, 2**31 - 1)
             if not self.gated_mlp:
                 raise NanoinferError("experts need gated_mlp=True: each expert is a gated MLP")
+            places = self.norm, self.norm_placement, all(kind.experts for kind in self.layers)
+            if self.experts.beside and places != ("rms", "both", True):
+                raise NanoinferError(
+                    "experts beside an MLP need norm=rms, norm_placement=both, and to be in every layer"
+                )
         if self.activation == "clamped_silu" and not self.gated_mlp:
             raise NanoinferError("activation=clamped_silu needs gated_mlp=True: it clamps the product's factors")
         rotaries = {kind.rotary for kind in self.layers if kind.rotary is not None}
@@ -254,7 +259,8 @@ class ModelConfig:
     def differing(self) -> str | None:
         """What most models do not have, for messages: layers of several sizes or without keys, for example; or None."""
         found = next(filter(None, (kind.differing for kind in self.layers)), None)
-        return "per-layer embeddings" if self.per_layer_dim else found
+        beside = self.experts is not None and self.experts.beside
+        return "per-layer embeddings" if self.per_layer_dim else "experts beside an MLP" if beside else found
 
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
         """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks.
@@ -273,8 +279,13 @@ class ModelConfig:
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """The norms of a block, in the order of its operations; those of queries and keys are not among them."""
-        return _BLOCK_NORMS[self.norm_placement]
+        """The norms of a block, in the order of its operations; those of queries and keys are not among them.
+
+        An MLP with experts beside it has its norms inside (models/beside.py), but for the last one.
+        """
+        names = _BLOCK_NORMS[self.norm_placement]
+        beside = self.experts is not None and self.experts.beside
+        return tuple(name for name in names if name != "ln_2") if beside else names
 
     @property
     def is_gpt2(self) -> bool:

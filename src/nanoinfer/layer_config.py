@@ -114,6 +114,8 @@ class Experts:
     """Number of groups whose experts may be chosen for a token."""
     group_top: int = 1
     """The score of a group is the sum of its so many highest scores."""
+    beside: bool = False
+    """Whether the experts stand beside the layer's MLP (models/beside.py), not in its place."""
 
     def __post_init__(self) -> None:
         require_int("experts", self.count, 1, MAX_EXPERTS)
@@ -134,6 +136,9 @@ class Experts:
         require_int("groups of experts per token", self.groups_per_token, 1, self.groups)
         require_int("experts per token", self.per_token, 1, self.count // self.groups * self.groups_per_token)
         require_int("experts that score a group", self.group_top, 1, self.count // self.groups)
+        require_bool("experts beside an MLP", self.beside)
+        if self.beside and (self.shared_width or self.bias):
+            raise NanoinferError("experts beside an MLP have no shared expert and no biases: leave both out")
 
 
 @dataclass(frozen=True)

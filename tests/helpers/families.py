@@ -40,6 +40,7 @@ GEMMA4 = {
     "head_dim": 6, "global_head_dim": 10, "sliding_window": 6, "hidden_size_per_layer_input": 19,
     "vocab_size_per_layer_input": 61,
 }  # fmt: skip
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 OPT = {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 40}
 LATENT = {
@@ -88,6 +89,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA4
         | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
         | {"layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True},
+    ),
+    "gemma4-experts": (
+        "Gemma4TextConfig",
+        GEMMA4 | GEMMA4_MOE | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    ),
+    "gemma4-experts-shared": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | GEMMA4_MOE
+        | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "top_k_experts": 3}
+        | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
     ),
     "olmo2": ("Olmo2Config", {}),
     "olmo2-one-head": ("Olmo2Config", {"num_key_value_heads": 1}),
@@ -272,7 +284,7 @@ def make_folder(case: str, folder: Path) -> Any:
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
             added = type(config).__name__ in ("GemmaConfig", "Gemma2Config", "Gemma3TextConfig")  # to 1
-            one = p.dim() == 1 and name.endswith("weight") and not added
+            one = p.dim() == 1 and name.endswith(("weight", "router.scale", "per_expert_scale")) and not added
             p.copy_(torch.randn_like(p) * 0.3 + float(one))
         for name, p in model.named_buffers():
             if name.endswith("layer_scalar"):

@@ -30,6 +30,11 @@ MIXED = replace(
 """A layer with a usual MLP, and one with experts."""
 ALL = replace(MIXED, layers=(LayerKind(experts=True),) * 2, experts=Experts(7, 3, 10, normalize=False))
 BIASED = replace(ALL, experts=Experts(7, 3, 10, normalize=True, bias=True), activation="clamped_silu", sinks=True)
+BESIDE = replace(
+    ALL, layers=(LayerKind(experts=True), LayerKind(experts=True, n_inner=28)), norm="rms", norm_placement="both",
+    bias=False, experts=Experts(7, 3, 10, normalize=True, beside=True),
+)  # fmt: skip
+"""Experts beside MLPs of two widths."""
 
 
 def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
@@ -54,6 +59,8 @@ def mlp_of(config: ModelConfig = MIXED) -> ExpertMLP:
         ({"groups": 2}, "experts=5 is not a multiple of groups of experts=2"),
         ({"groups": 5, "groups_per_token": 1}, "experts per token=2 is not an integer in [1, 1]"),
         ({"group_top": 6}, "experts that score a group=6 is not an integer in [1, 5]"),
+        ({"beside": 1}, "experts beside an MLP=1 is not a bool"),
+        ({"beside": True}, "experts beside an MLP have no shared expert and no biases: leave both out"),
         ({"shared_width": 0}, "shared_gate=True needs a shared expert: set shared_width"),
     ],
 )
@@ -66,6 +73,9 @@ def test_a_config_needs_experts_and_gated_mlps() -> None:
     refuses(lambda: replace(MIXED, gated_mlp=False), "experts need gated_mlp=True")
     refuses(lambda: replace(MIXED, n_embd=2**30, n_head=2, head_size=8), f"experts * n_embd={5 * 2**30}")
     refuses(lambda: ModelConfig(activation="clamped_silu"), "activation=clamped_silu needs gated_mlp=True")
+    for changes in ({"norm": "layer"}, {"norm_placement": "before"}, {"layers": MIXED.layers}):
+        refuses(lambda changes=changes: replace(BESIDE, **changes), "experts beside an MLP need norm=rms")
+    assert BESIDE.differing == "experts beside an MLP"
     assert not MIXED.is_gpt2
     assert not ModelConfig(sinks=True).is_gpt2
 
@@ -82,7 +92,7 @@ def test_parameters_in_their_order() -> None:
         ("shared.c_proj.weight", (16, 7)),
         ("shared_gate.weight", (1, 16)),
     ]
-    for config in (MIXED, ALL, BIASED):
+    for config in (MIXED, ALL, BIASED, BESIDE):
         gpt = make_model(config)
         assert [(n, tuple(p.shape)) for n, p in gpt.named_parameters()] == list(shapes(config).items())
         assert gpt.num_parameters() == num_parameters(config)
@@ -163,6 +173,32 @@ def test_the_three_forms_are_the_sum_of_the_chosen_experts(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("static", [False, True])
+def test_experts_beside_an_mlp_have_norms_of_their_own(static: bool) -> None:
+    mlp = mlp_of(BESIDE)
+    mlp.static_shapes = static
+    for i, p in enumerate(mlp.parameters()):
+        p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.3 + float(p.dim() == 1))
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    norms = {name: p for name, p in mlp.named_parameters() if p.dim() == 1}
+
+    def rms(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return y / (y.square().mean() + BESIDE.norm_epsilon).sqrt() * weight
+
+    shares = (mlp.router.weight @ rms(x, norms["router_scale"]) / 4).softmax(0)
+    chosen = shares.topk(3).indices.tolist()
+    stacks = [stack.weight.view(7, -1, stack.weight.shape[1]) for stack in mlp.experts.values()]
+    routed, mixed = rms(x, norms["ln_2.weight"]), torch.zeros(16)
+    for i in chosen:
+        gate, fc, proj = (stack[i] for stack in stacks)
+        share = shares[i] / shares[chosen].sum() * norms["expert_scale"][i]
+        mixed += share * (proj @ gated("silu", gate @ routed, fc @ routed))
+    dense = mlp.shared(rms(x, norms["ln_1.weight"]))
+    expected = rms(dense, norms["post_1.weight"]) + rms(mixed, norms["post_2.weight"])
+    torch.testing.assert_close(mlp(x.expand(2, 3, 16)), expected.expand(2, 3, 16), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("static", [False, True])
 def test_what_is_not_chosen_has_no_influence(static: bool) -> None:
     """An expert whose weights are NaN changes only the tokens that chose it."""
     mlp = mlp_of()
@@ -189,7 +225,7 @@ def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, stat
         assert mlp(x).isnan().all()
 
 
-@pytest.mark.parametrize("config", [MIXED, ALL, BIASED], ids=["mixed", "all", "biased"])
+@pytest.mark.parametrize("config", [MIXED, ALL, BIASED, BESIDE], ids=["mixed", "all", "biased", "beside"])
 @pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native"])
 def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
     gpt = make_model(config)

@@ -30,6 +30,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 OWN_NAMES = ("gpt2", "gptj", "opt")  # of the fields in SHAPE
 OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}}
 """Fields that must fit SHAPE's."""
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 DESCENDANTS = sorted(FAMILIES.keys() - {*OWN_NAMES, "gpt_neox"})
 
 
@@ -231,7 +232,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {}, "text_config=None is not an object"),
     ("mistral3", {"text_config": {"model_type": "mamba"}}, "model_type='mamba' is not supported: only gpt2"),
     ("gemma4", {}, "text_config=None is not an object"),
-    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+    ("gemma4_text", {"enable_moe_block": True}, "num_experts is missing: add it"),
+    ("gemma4_text", {"enable_moe_block": 1}, "enable_moe_block=1 is neither true nor false"),
+    ("gemma4_text", GEMMA4_MOE | {"top_k_experts": None}, "top_k_experts is missing: add it"),
+    ("gemma4_text", GEMMA4_MOE | {"moe_intermediate_size": 0}, "width of an expert=0 is not an integer"),
+    ("gemma4_text", GEMMA4_MOE | {"top_k_experts": 6}, "experts per token=6 is not an integer in [1, 5]"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
     ("gemma4_text", {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input=7 is not vocab_size=61"),
     ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 leaves no keys and values for layer 0"),

@@ -92,6 +92,8 @@ REFUSED = {
     "gemma4": "family gemma4_text",
     "gemma4-shared": "family gemma4_text",
     "gemma4-keys-as-values": "family gemma4_text",
+    "gemma4-experts": "family gemma4_text",
+    "gemma4-experts-shared": "family gemma4_text",
 }
 KEPT = [case for case in CASES if case not in REFUSED]
 

@@ -40,6 +40,14 @@ SHAPES = {
     "biased": replace(
         MIXED, n_embd=48, experts=Experts(7, 3, 33, True, bias=True), activation="clamped_silu", sinks=True
     ),
+    "beside an MLP": replace(
+        MIXED,
+        n_embd=48,
+        norm_placement="both",
+        experts=Experts(7, 3, 33, True, beside=True),
+        residual_scale=0.5,
+        layers=(LayerKind(experts=True), LayerKind(experts=True, n_inner=80), LayerKind(experts=True)),
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, MIXED.vocab_size, (4, 20))
 
@@ -56,12 +64,13 @@ def test_logits_are_those_of_the_reference_and_the_same_alone(config: ModelConfi
         assert np.array_equal(engine.extend(StepBatch([alone], [token], [1], [1]))[0], found[2, i])
 
 
+@pytest.mark.parametrize("shape", ["shared", "beside an MLP"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_packed_folder_gives_the_same_bits(
-    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 4 bits the experts have formats of GGUF files; routers are float32 in every folder."""
-    weights = make_weights(SHAPES["shared"])
+    weights = make_weights(SHAPES[shape])
     monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
     packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
     mapped = packed.open_folder(tmp_path / "packed")
@@ -127,6 +136,10 @@ def test_calibration_sums_the_inputs_of_experts() -> None:
     engine.observe_inputs()
     all_logits(engine, TOKENS)
     sums = engine.input_squares()
+    beside = engine_of(make_weights(SHAPES["beside an MLP"]))
+    beside.observe_inputs()
+    all_logits(beside, TOKENS)
+    assert beside.input_squares()["transformer.h.1.mlp.shared.c_proj.weight"].shape == (80,)
     for name, width in (("experts.c_fc", 64), ("experts.c_proj", 40), ("shared.c_fc", 64), ("shared.c_proj", 24)):
         assert sums[f"transformer.h.0.mlp.{name}.weight"].shape == (width,)
         assert (sums[f"transformer.h.0.mlp.{name}.weight"] > 0).all()

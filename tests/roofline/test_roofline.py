@@ -332,20 +332,25 @@ def test_published_numbers() -> None:
 MIXTURE = Experts(6, 2, 10, normalize=True, shared_width=7, shared_gate=True)
 MIXED = replace(RMS, experts=MIXTURE, layers=(LayerKind(), LayerKind(experts=True)))
 BIASED = replace(MIXED, experts=replace(MIXTURE, bias=True), activation="clamped_silu", sinks=True)
+BESIDE = replace(
+    RMS, experts=Experts(6, 2, 10, normalize=True, beside=True), norm_placement="both", bias=False,
+    layers=(LayerKind(experts=True), LayerKind(experts=True, n_inner=28)),
+)  # fmt: skip
 
 
 @AT
-def test_flops_of_experts_are_what_torch_counts(B: int, N: int) -> None:
+@pytest.mark.parametrize("config", [MIXED, BESIDE], ids=["mixed", "beside"])
+def test_flops_of_experts_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
     """Each token takes its experts alone, in a decode step and in a prefill."""
-    engine, before = Engine(make_model(MIXED), B), N - 1
+    engine, before = Engine(make_model(config), B), N - 1
     engine.step(before)
     with counting() as counter:
         engine.step(1)
-    assert counter.get_total_flops() == decode(MIXED, FP32).model.flops(B, N)
-    engine = Engine(make_model(MIXED), B)
+    assert counter.get_total_flops() == decode(config, FP32).model.flops(B, N)
+    engine = Engine(make_model(config), B)
     with counting() as counter:
         engine.step(N)
-    assert counter.get_total_flops() == prefill(MIXED, FP32).model.flops(B, N)
+    assert counter.get_total_flops() == prefill(config, FP32).model.flops(B, N)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
@@ -362,7 +367,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("config", [MIXED, BIASED], ids=["mixed", "biased"])
+@pytest.mark.parametrize("config", [MIXED, BIASED, BESIDE], ids=["mixed", "biased", "beside"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig) -> None:
     fmt, model = FORMATS[dtype], make_model(config).to(getattr(torch, dtype))

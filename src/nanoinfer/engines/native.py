@@ -211,7 +211,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         options.shared_dim, options.shared_gate = experts.shared_width, experts.shared_gate
         options.sigmoid_experts, options.corrected_experts = experts.scoring == "sigmoid", experts.correction
         options.expert_groups, options.groups_per_token = experts.groups, experts.groups_per_token
-        options.group_top = experts.group_top
+        options.group_top, options.experts_beside = experts.group_top, experts.beside
         options.sparse = [int(kind.experts) for kind in kinds]
     if model.differing is not None:
         options.layers = [_layer_shape(model, i) for i in range(model.n_layer)]

@@ -126,9 +126,22 @@ class ExpertMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of the chosen experts of x, (..., C), same shape."""
+        y = self.mixture(x, self.router(x))
+        if not self.config.shared_width:
+            return y
+        shared: Tensor = self.shared(x)
+        return y + (shared * self.shared_gate(x).sigmoid() if self.config.shared_gate else shared)
+
+    def mixture(self, x: Tensor, logits: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Return the sum, (..., C), for x, (..., C), and the router's logits, (..., E).
+
+        scales, (E), are factors of the experts' outputs.
+        """
         rows = x.reshape(-1, x.shape[-1])  # (N, C)
         correction = None if self.correction is None else self.correction.bias.float()
-        chosen, weights = route(self.router(rows), self.config, correction)
+        chosen, weights = route(logits.reshape(-1, self.config.count), self.config, correction)
+        if scales is not None:
+            weights = weights * scales.float()[chosen]
         if not self.static_shapes:
             y = self._one_by_one(rows, chosen, weights)
         elif chosen.numel() <= self.config.count:
@@ -136,11 +149,7 @@ class ExpertMLP(nn.Module):
         else:
             chunks = (torch.split(t, CHUNK) for t in (rows, chosen, weights))
             y = torch.cat([self._all(*chunk) for chunk in zip(*chunks, strict=True)])
-        y = y.to(x.dtype).view(x.shape)
-        if not self.config.shared_width:
-            return y
-        shared: Tensor = self.shared(x)
-        return y + (shared * self.shared_gate(x).sigmoid() if self.config.shared_gate else shared)
+        return y.to(x.dtype).view(x.shape)
 
     def _stacks(self) -> list[Stack]:
         """Return c_gate, c_fc and c_proj."""

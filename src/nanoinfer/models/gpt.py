@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
-from nanoinfer.models.experts import ExpertMLP
+from nanoinfer.models.beside import other_mlp
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.attn = other_attention(config, kind, make_norm) or Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
-        self.mlp = ExpertMLP(config) if kind.experts else GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
         self.post_2 = norm("post_2")
         self.after = AfterBlock(config, kind, make_norm) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"

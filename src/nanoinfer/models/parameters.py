@@ -93,7 +93,7 @@ def _latent_shapes(config: ModelConfig, latent: Latent, name: str) -> Shapes:
 def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a layer's MLP or mixture of experts, whose names begin with `name`."""
     if config.layer(layer).experts:
-        return {f"{name}.{part}": shape for part, shape in _expert_shapes(config)}
+        return {f"{name}.{part}": shape for part, shape in _expert_shapes(config, config.at(layer).mlp_dim)}
     C, width, found = config.n_embd, config.at(layer).mlp_dim, Shapes()
     for part in ("c_gate", "c_fc") if config.gated_mlp else ("c_fc",):
         found |= _linear(config, f"{name}.{part}", width, C, "mlp")
@@ -101,12 +101,17 @@ def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     return found | (_norm(config, f"{name}.sub_norm", width) if config.sub_norms else {})
 
 
-def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the parameters of a mixture of experts. Rows of expert e follow those of expert e - 1."""
+def _expert_shapes(config: ModelConfig, mlp_dim: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the parameters of a mixture of experts. Rows of expert e follow those of expert e - 1.
+
+    mlp_dim is the width of the layer's MLP, which is there if the experts stand beside it.
+    """
     C, experts = config.n_embd, config.experts
     assert experts is not None
-    E, F, S = experts.count, experts.width, experts.shared_width
+    E, F, S = experts.count, experts.width, mlp_dim if experts.beside else experts.shared_width
     found: list[tuple[str, tuple[int, ...]]] = []
+    if experts.beside:
+        found += [("router_scale", (C,)), ("expert_scale", (E,))]
     sizes = {"router": (E, C), "experts.c_gate": (E * F, C), "experts.c_fc": (E * F, C), "experts.c_proj": (E * C, F)}
     for name, shape in sizes.items():
         found.append((f"{name}.weight", shape))
@@ -118,6 +123,8 @@ def _expert_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
         found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
     if experts.shared_gate:
         found.append(("shared_gate.weight", (1, C)))
+    for norm in ("ln_1", "post_1", "ln_2", "post_2") if experts.beside else ():
+        found += _norm(config, norm, C).items()
     return found
 
 

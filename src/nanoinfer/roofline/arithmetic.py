@@ -286,7 +286,7 @@ def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
     C, experts, inputs = config.n_embd, config.experts, 3 * config.n_embd * config.per_layer_dim
     if not mixed or experts is None:
         return C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
-    width = experts.per_token * experts.width + experts.shared_width
+    width = experts.per_token * experts.width + (config.mlp_dim if experts.beside else experts.shared_width)
     return 3 * C * width + C * experts.count + C * experts.shared_gate + inputs
 
 
@@ -294,7 +294,7 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     """Return the bytes of the weights of a layer's attention and of its MLP, with their norms, and of one expert.
 
     The MLP of a layer with experts is what all tokens take: the router, in float32 with quantized weights, and the
-    shared expert.
+    shared expert or the MLP beside them.
     """
     at, C, s = config.at(layer), config.n_embd, fmt.vector_bytes
     F, A, widths = at.mlp_dim, at.attn_dim, config.qkv_widths(layer)
@@ -317,13 +317,14 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         inputs = fmt.of("transformer.per_layer.c_in.weight").matrix_bytes(P, C)  # of c_in's rows, this layer's
         norms += inputs + matrix("after.c_gate", P, C) + matrix("after.c_proj", C, P) + norm * C * s
     if config.layer(layer).experts and config.experts is not None:
-        E, D, S = config.experts.count, config.experts.width, config.experts.shared_width
+        E, D, beside = config.experts.count, config.experts.width, config.experts.beside
+        S = F if beside else config.experts.shared_width
         of_all = matrix("mlp.experts.c_proj", E * C, D)
         of_all += sum(matrix(f"mlp.experts.{name}", E * D, C) for name in ("c_gate", "c_fc"))
         shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
         shared += matrix("mlp.shared.c_proj", C, S) if S else 0
         router = E * (C + config.experts.bias) + config.experts.shared_gate * C
-        shared += router * s + E * config.experts.correction * 4
+        shared += router * s + E * config.experts.correction * 4 + beside * (4 * norm * C + C + E) * s
         return attention, norms + shared, of_all // E + config.experts.bias * (2 * D + C) * s
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
@@ -364,7 +365,9 @@ def _layer_activations(config: ModelConfig, layer: int) -> int:
         found += 8 * C + 15 * P
     if (experts := config.experts) is not None and kind.experts:
         # router C + E; of each expert the same as of an MLP, and adding it 2C
-        shared = 3 * C + 8 * experts.shared_width if experts.shared_width else 0
+        S = F if experts.beside else experts.shared_width
+        shared = 3 * C + 8 * S if S else 0
+        shared += 8 * C if experts.beside else 0  # 5 norms in place of one
         return found + C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
     return found + 2 * C + 4 * F + (C + 4 * F if config.gated_mlp else 0)  # c_gate C + F, product 3F
 

@@ -246,6 +246,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("shared_dim", &Settings::shared_dim)
       .def_rw("shared_gate", &Settings::shared_gate)
       .def_rw("sigmoid_experts", &Settings::sigmoid_experts)
+      .def_rw("experts_beside", &Settings::experts_beside)
       .def_rw("corrected_experts", &Settings::corrected_experts)
       .def_rw("expert_groups", &Settings::expert_groups)
       .def_rw("groups_per_token", &Settings::groups_per_token)

@@ -115,6 +115,8 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
             "experts_per_token must be from 1 to num_experts=" + str(s.num_experts) + ": " + str(s.experts_per_token));
     check_float("expert_scale", s.expert_scale, 1e-6f, 1e6f);
     require(!s.shared_gate || s.shared_dim, "shared_gate needs shared_dim");
+    require(!s.experts_beside || (s.norm == Norm::rms && s.norm_before && s.norm_after && !s.shared_dim),
+            "experts_beside needs rms norms before and after, and no shared_dim");
     require(s.expert_groups >= 1 && s.num_experts % s.expert_groups == 0,
             "num_experts=" + str(s.num_experts) + " is not a multiple of expert_groups=" + str(s.expert_groups));
     const std::int64_t size = s.num_experts / s.expert_groups;
@@ -222,9 +224,11 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
     add_norm(prefix + "mlp.sub_norm", layer.mlp_sub, l.mlp_dim);
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
-  if (s.norm_before && !s.shared_norm) add_norm(prefix + "ln_2", layer.ln_2, C);
+  const bool beside = s.sparse[index] && s.experts_beside;
+  if (s.norm_before && !s.shared_norm && !beside) add_norm(prefix + "ln_2", layer.ln_2, C);
   if (s.sparse[index]) add_experts(prefix + "mlp.", layer);
   else add_mlp(prefix + "mlp.", layer, l.mlp_dim);
+  if (beside) add_beside(prefix + "mlp.", layer, l.mlp_dim);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
   add_after(prefix + "after.", layer, l.scaled);
 }
@@ -266,6 +270,20 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
   if (!s.shared_gate) return;
   w.shared_gate.resize(C);
   slots_[prefix + "shared_gate.weight"] = {.vector = w.shared_gate.data(), .columns = C};
+}
+
+// The MLP beside a layer's experts, and the norms of both.
+void Decoder::add_beside(const std::string& prefix, LayerWeights& layer, std::int64_t width) {
+  const std::int64_t C = model_.shape.n_embd, E = model_.shape.num_experts;
+  ExpertWeights& w = *layer.experts;
+  add_mlp(prefix + "shared.", layer, width);
+  for (const auto& [name, norm] : {std::pair{"ln_1", &w.mlp_in}, {"post_1", &w.mlp_out}, {"ln_2", &w.in}, {"post_2", &w.out}})
+    add_norm(prefix + name, *norm, C);
+  w.router_in.weight.resize(C);
+  w.router_in.bias.assign(C, 0.0f);
+  slots_[prefix + "router_scale"] = {.vector = w.router_in.weight.data(), .columns = C};
+  w.scale.resize(E);
+  slots_[prefix + "expert_scale"] = {.vector = w.scale.data(), .columns = E};
 }
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
@@ -420,7 +438,7 @@ std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() co
       found[h + "mlp.experts.c_fc.weight"] = pass_.input_squares(w.experts->c_fc);
       found[h + "mlp.experts.c_gate.weight"] = found[h + "mlp.experts.c_fc.weight"];
       found[h + "mlp.experts.c_proj.weight"] = pass_.input_squares(w.experts->c_proj);
-      if (!model_.shape.shared_dim) continue;
+      if (!model_.shape.shared_dim && !model_.shape.experts_beside) continue;
     }
     const std::string mlp = h + (w.experts ? "mlp.shared." : "mlp.");
     found[mlp + "c_fc.weight"] = pass_.input_squares(w.c_fc);

@@ -101,6 +101,7 @@ class Decoder {
   void add_latent(const std::string& prefix, LayerWeights& layer);  // latent.cpp
   void add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void add_experts(const std::string& prefix, LayerWeights& layer);
+  void add_beside(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
   template <class Source>

@@ -66,7 +66,8 @@ Mixture::Mixture(const DecoderShape& s)
 
 // The highest scores; of equal ones that of the expert with the lower index. If a logit or
 // a correction is not finite, the weights are NaN.
-void Mixture::choose(std::int64_t row, const std::vector<float>& correction) {
+void Mixture::choose(std::int64_t row, const ExpertWeights& w) {
+  const std::vector<float>& correction = w.correction;
   float* logit = logits + row * logit_stride;
   std::int64_t* chosen = expert_.data() + row * per_token_;
   float* weight = weight_.data() + row * per_token_;
@@ -106,6 +107,8 @@ void Mixture::choose(std::int64_t row, const std::vector<float>& correction) {
   else if (sigmoid_) sum = 1;
   else for (std::int64_t e = 0; e < num_experts_; ++e) sum += std::exp(logit[e] - largest);
   for (std::int64_t i = 0; i < per_token_; ++i) weight[i] = weight[i] / sum * scale_ + zero;
+  if (!w.scale.empty())
+    for (std::int64_t i = 0; i < per_token_; ++i) weight[i] *= w.scale[chosen[i]];
 }
 
 // Set the ranks of experts of other groups than the best ones to -inf. scratch: 2 num_experts floats.

@@ -28,8 +28,8 @@ class Mixture {
   float *x, *logits;
   const std::int64_t x_stride, logit_stride;
 
-  // Choose the experts of a row, whose logits are there and may be changed. correction: (num_experts), or none.
-  void choose(std::int64_t row, const std::vector<float>& correction);
+  // Choose the experts of a row, whose logits are there and may be changed.
+  void choose(std::int64_t row, const ExpertWeights& w);
   // Give the choices of rows [0, num_rows) their slots; every row has chosen.
   void group(std::int64_t num_rows);
   // Begin to read the weights of the chosen experts from a mapped file.

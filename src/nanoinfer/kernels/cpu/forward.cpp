@@ -254,13 +254,15 @@ void ForwardPass::mixture(std::int64_t index) {
   Mixture& m = *mixture_;
   route(layer);
   routed_experts(*layer.experts);
-  const bool shared = model_.shape.shared_dim > 0;
+  const bool beside = model_.shape.experts_beside, shared = model_.shape.shared_dim > 0 || beside;
   if (shared) {
-    prepare(m.x, m.x_stride, layer.c_fc);
+    if (beside) prepare_normed(layer.experts->mlp_in, x_, x_stride_, layer.c_fc);
+    else prepare(m.x, m.x_stride, layer.c_fc);
     gated(layer.c_gate, layer.c_fc);
     prepare(hidden_, hidden_stride_, layer.mlp_proj);
     multiply(task(layer.mlp_proj, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
   }
+  if (beside) return add_rows(&PartSeconds::others, [this, &layer](int rank, std::int64_t r) { add_both(r, layer, rank); });
   add_rows(&PartSeconds::others, [this, &layer, &m, shared](int, std::int64_t r) {
     const std::int64_t C = model_.shape.n_embd;
     float* y = attended_ + r * attended_stride_;
@@ -275,16 +277,35 @@ void ForwardPass::mixture(std::int64_t index) {
   });
 }
 
+// Add the output of an MLP and that of the experts beside it to x, each after its norm.
+void ForwardPass::add_both(std::int64_t row, const LayerWeights& layer, int rank) {
+  const std::int64_t C = model_.shape.n_embd;
+  float *y = attended_ + row * attended_stride_, *mixed = scratch_ + rank * scratch_stride_;
+  std::fill(mixed, mixed + C, 0.0f);
+  mixture_->add_to(row, mixed);
+  norm(layer.experts->out, mixed, C, mixed);
+  norm(layer.experts->mlp_out, y, C, y);
+  for (std::int64_t i = 0; i < C; ++i) y[i] += mixed[i];
+  add_to_residual(row, layer.post_2);
+}
+
 // Normalise the rows, and multiply them by the router's matrix.
 void ForwardPass::route(const LayerWeights& layer) {
-  const Matrix& router = layer.experts->router;
+  const ExpertWeights& w = *layer.experts;
+  const Matrix& router = w.router;
   Mixture& m = *mixture_;
-  add_rows(&PartSeconds::others, [this, &layer, &router, &m](int, std::int64_t r) {
+  add_rows(&PartSeconds::others, [this, &layer, &w, &router, &m](int rank, std::int64_t r) {
     const DecoderShape& s = model_.shape;
     const float* x = x_ + r * x_stride_;
     float* y = m.x + r * m.x_stride;
-    if (s.norm_before) norm(layer.ln_2, x, s.n_embd, y);
+    if (s.norm_before) norm(s.experts_beside ? w.in : layer.ln_2, x, s.n_embd, y);
     else std::copy(x, x + s.n_embd, y);
+    if (s.experts_beside) {
+      y = scratch_ + rank * scratch_stride_;
+      norm(w.router_in, x, s.n_embd, y);
+      const float factor = 1 / std::sqrt(static_cast<float>(s.n_embd));
+      for (std::int64_t i = 0; i < s.n_embd; ++i) y[i] *= factor;
+    }
     kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_, /*largest=*/0);
   });
   multiply(task(router, m.logits, m.logit_stride, Epilogue::store), &PartSeconds::products);
@@ -295,7 +316,7 @@ void ForwardPass::routed_experts(const ExpertWeights& w) {
   Mixture& m = *mixture_;
   const std::int64_t choices = num_rows_ * model_.shape.experts_per_token;
   const std::size_t choose = phases_.size(), hidden = choose + 2, output = choose + 4;
-  add_rows(&PartSeconds::others, [&w, &m](int, std::int64_t r) { m.choose(r, w.correction); });
+  add_rows(&PartSeconds::others, [&w, &m](int, std::int64_t r) { m.choose(r, w); });
   phases_[choose].ended = [this, &w, &m, hidden, output, ended = std::move(phases_[choose].ended)] {
     m.group(num_rows_);
     if (read_experts_ahead_) m.read_ahead(w);

@@ -68,6 +68,7 @@ struct DecoderShape {
   std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
   bool sigmoid_experts = false;       // whether scores are sigmoids of the router's outputs; else their softmax
+  bool experts_beside = false;        // whether they stand beside the layer's MLP, with norms of their own (models/beside.py)
   bool corrected_experts = false;     // whether a number of each expert is added to its score where experts are chosen
   std::int64_t expert_groups = 1, groups_per_token = 1;  // of consecutive experts; only some may be chosen for a token
   std::int64_t group_top = 1;         // the score of a group is the sum of its so many highest scores
@@ -97,11 +98,14 @@ struct ExpertWeights {
   Matrix c_gate{}, c_fc{}, c_proj{};      // those of all experts, one below the other: (E F, C), (E F, C), (E C, F)
   std::vector<float> shared_gate;         // (C)
   std::vector<float> correction;          // (E), or none
+  // Of experts beside an MLP: the norms before and after both, that of the router's input, and a factor of each expert.
+  NormWeights mlp_in, mlp_out, in, out, router_in;
+  std::vector<float> scale;               // (E), or none
 };
 
 struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
-  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert
+  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert or of the MLP beside it
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   Matrix q_b{}, k_b{}, v_b{};                     // of latent attention
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, kv_norm, attn_sub, mlp_sub;
@@ -187,6 +191,7 @@ class ForwardPass {
   void multiply_heads(const Matrix& w, std::int64_t width, const float* from, std::int64_t stride, std::int64_t distance);
   void mixture(std::int64_t index);
   void route(const LayerWeights& layer);
+  void add_both(std::int64_t row, const LayerWeights& layer, int rank);
   void routed_experts(const ExpertWeights& w);
   void prepare_input(const NormWeights& weights, const Matrix& next);
   void prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next);

@@ -172,7 +172,7 @@ def _fuse(tensors: dict[str, HostTensor], name: str, family: Family, num_experts
         values = np.concatenate(arrays)
         if stacked:
             values = values.reshape(num_experts, -1, values.shape[1])
-        tensors[f"{base}.{whole}.{suffix}"] = HostTensor(values, found[0].dtype)
+        tensors[f"{base}.{whole}{'' if family.bare else f'.{suffix}'}"] = HostTensor(values, found[0].dtype)
 
 
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:

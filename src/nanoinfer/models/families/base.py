@@ -98,6 +98,8 @@ class Family:
     expert, the tensor has three dimensions, the experts first."""
     read_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """As `fused`: tensors that are read, and not written."""
+    bare: bool = False
+    """Whether the names of `fused` tensors are complete: they do not end with ".weight"."""
     alternating: bool = False
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
     from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored

@@ -1,4 +1,4 @@
-"""Gemma 4, text only and dense: per-layer embeddings, shared keys and values, other heads in global layers.
+"""Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 
 Source: transformers, models/gemma4, whose last layer is global whatever the config says.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig
-from nanoinfer.models.families import gemma3
+from nanoinfer.models.families import beside, gemma3
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.families.fields import Fields, head_fields, typed_rope_fields, window_fields
 
@@ -44,12 +44,12 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
         if (of := next((j for j in range(first - 1, -1, -1) if windows[j] == windows[i]), None)) is None:
             raise f.error("num_kv_shared_layers", f"leaves no keys and values for layer {i}")
         kinds.append(replace(kind, kv_layer=of, n_inner=2 * config.mlp_dim if wide else None))
-    return {"layers": tuple(kinds), "embedding_scale": config.n_embd**0.5}
+    return beside.read(f, {"layers": tuple(kinds), "embedding_scale": config.n_embd**0.5})
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
     fields = window_fields(config)
-    return head_fields(config) | typed_rope_fields(config) | {
+    return head_fields(config) | typed_rope_fields(config) | beside.write(config) | {
         "layer_types": fields["layer_types"], "sliding_window": fields["sliding_window"] or 512,
         "attention_k_eq_v": any(kind.keys_as_values for kind in config.layers),
         "num_kv_shared_layers": sum(kind.kv_layer is not None for kind in config.layers),
@@ -64,12 +64,13 @@ FAMILY = Family(
     {theirs: ours for theirs, ours in gemma3.FAMILY.fields.items() if theirs != "attn_logit_softcapping"}
     | {"num_hidden_layers": ("n_layer", 30), "vocab_size": ("vocab_size", 262144)}
     | {"hidden_size_per_layer_input": ("per_layer_dim", 256)},
-    {**gemma3.FAMILY.names, **_NAMES},
+    {**gemma3.FAMILY.names, **_NAMES, **beside.NAMES},
     {**gemma3.FAMILY.fixed, "norm_weight": "plain", "attention_scale": 1.0},
     biases=gemma3.FAMILY.biases,
-    only={"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False,)},
-    harmless=("num_experts", "top_k_experts", "moe_intermediate_size"),
+    only={"use_bidirectional_attention": (None, "vision")},
     read_layers=_read_layers,
     write_layers=_write_layers,
     folded=frozenset({"per_layer.wte"}),
+    fused=beside.FUSED,
+    bare=True,
 )
