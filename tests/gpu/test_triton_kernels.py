@@ -404,9 +404,10 @@ def test_attention_of_wide_heads(n: int, device: str) -> None:
     for i, p in enumerate(pos[0].tolist()):
         expected = attend_in_float64(q[i : i + 1], keys[0], values[0], p)
         torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, rtol=0, atol=1e-5)
-    assert tiles.attention_blocks(512, 16) == (16, 16, 3)
-    assert tiles.attention_blocks(128, 16) == (64, 64, 3)
-    assert tiles.attention_blocks(512, 32) == (16, 16, 1)
+    assert tiles.attention_blocks(512, 16, n) == (16, 16, 3)
+    assert tiles.attention_blocks(128, 16, n) == ((32, 32, 3) if n == 1 else (64, 64, 3))
+    assert tiles.attention_blocks(64, 16, n) == (64, 64, 3)
+    assert tiles.attention_blocks(512, 32, n) == (16, 16, 1)
 
 
 def test_attention_survives_scores_without_end(device: str) -> None:
