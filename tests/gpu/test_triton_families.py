@@ -39,6 +39,8 @@ pytestmark = [
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
 FAST = ("llama", "gpt_neox")
+NIGHTLY = ("gemma4-shared", "gemma4-keys-as-values", "deepseek_v2", "deepseek_v3-plain")
+"""Models whose parts other cases have, or a shorter test of layers (tests/engines/test_layer_sizes.py)."""
 QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3")
 """Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals,
 with experts: biases in them, latent attention and a shared expert beside them."""
@@ -87,9 +89,7 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow_if(lambda case: case not in FAST)
-@pytest.mark.nightly_if(
-    lambda case: case in ("gemma4", "deepseek_v2", "deepseek_v3-plain")
-)  # others have all of theirs
+@pytest.mark.nightly_if(lambda case: case in NIGHTLY)
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
     expected = run(RecomputeEngine(gpt, make_limits(gpt.config)))
@@ -98,9 +98,24 @@ def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow_if(lambda case: case != "deepseek_v3")
+@pytest.mark.parametrize("case", ["deepseek_v3", "gemma4-shared"])
+def test_a_long_prompt_runs_on_pytorch_before_a_fused_step(case: str, tmp_path: Path) -> None:
+    """Modules whose matrices are kernels in the second step have PyTorch's products in the first: 20 float32 rows."""
+    gpt = model_of(case, tmp_path)
+    ids = [(7 * i * i + 5 * i + 1) % gpt.config.vocab_size for i in range(21)]
+    expected = gpt(torch.tensor([ids]))[0]
+    engine = make_engine(gpt)
+    handle = engine.open()
+    first = engine.extend(StepBatch([handle], ids[:20], [20], [20])).cpu().clone()
+    found = torch.cat((first, engine.extend(StepBatch([handle], ids[20:], [1], [1])).cpu()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.nightly_if(lambda case, quantization: case == "gpt_oss" and quantization == "int4")
 def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quantization: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
     reference = copy.deepcopy(gpt)

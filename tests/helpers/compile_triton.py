@@ -159,8 +159,9 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     store_heads(qkv, q, pages, None, angles)
     store_heads(qkv, q, pages, Norm(torch.empty(2, D, dtype=dtype), None, 1e-5, rms=True), angles)
     store_heads(torch.empty(rows, (H + K) * D, dtype=dtype), q, pages, None, angles, 1e-6)
-    wide = Pages(*[torch.empty(rows, 1, 1040, 512, dtype=dtype)] * 2, pages.table, pos)
-    attention(torch.empty(rows, 1024, dtype=dtype), wide, 1024, torch.empty(rows, 1024, dtype=dtype))
+    for width in (128, 512):
+        wide = Pages(*[torch.empty(rows, 1, 1040, width, dtype=dtype)] * 2, pages.table, pos)
+        attention(torch.empty(rows, 1024, dtype=dtype), wide, 1024, torch.empty(rows, 1024, dtype=dtype))
     for scores in (None, Scores(window=256), Scores(softcap=50.0), Scores(sinks=torch.empty(H, dtype=dtype))):
         attention(q, pages, 1024, q, scores=scores)
     product(q, weight(name, C, C), x, None, Epilogue(residual=x, scale=0.22))

@@ -269,7 +269,7 @@ def attention(
     _check(q, pages, out)
     num_heads, scores = q.shape[1] // D, scores or Scores()
     bits, BLOCK_D = 8 * pages.keys.itemsize, max(16, triton.next_power_of_2(D))
-    block_t, most, num_stages = attention_blocks(BLOCK_D, bits)
+    block_t, most, num_stages = attention_blocks(BLOCK_D, bits, num_new)
     block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), most)
     blocks = triton.cdiv(num_new, block_q)
     splits = splits or attention_splits(num_rows * num_heads * blocks, context, bits, multiprocessors(q.device))

@@ -11,12 +11,12 @@ moves no value between threads, and the inputs of each half are read in order:
     group of 8:   codes  0 1 2 3 4 5 6 7   ->   bytes  0|4<<4  1|5<<4  2|6<<4  3|7<<4
 
 Zero points are integers, so that a weight of 0 stays 0. Scales are bfloat16 for its range, and are rounded before the
-codes are chosen. All tensors may have further leading dimensions (layers).
+codes are chosen. All tensors may have further leading dimensions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,24 +49,9 @@ class Weight:
         """N, the number of output channels."""
         return self.data.shape[-2]
 
-    def layer(self, index: int) -> Weight:
-        """Return a view of one layer of a stack."""
-        scale, zero = (None if t is None else t[index] for t in (self.scale, self.zero))
-        return replace(self, data=self.data[index], scale=scale, zero=zero)
-
     def num_bytes(self) -> int:
         """Return the bytes that a kernel reads in one use of this weight."""
         return sum(t.numel() * t.itemsize for t in (self.data, self.scale, self.zero) if t is not None)
-
-
-def stack(weights: list[Weight]) -> Weight:
-    """Return weights of one shape and format stacked along a leading dimension of layers."""
-    first = weights[0]
-    data = torch.stack([w.data for w in weights])
-    scales = [w.scale for w in weights if w.scale is not None]
-    zeros = [w.zero for w in weights if w.zero is not None]
-    scale, zero = (torch.stack(t) if t else None for t in (scales, zeros))
-    return replace(first, data=data, scale=scale, zero=zero)
 
 
 def dense(weight: Tensor) -> Weight:

@@ -90,8 +90,9 @@ ATTENTION_STAGES = 3
 MAX_ATTENTION_SPLITS = 16
 MIN_ATTENTION_TURNS = 4
 """Least iterations of a part of a context: for fewer, the launch that merges the parts takes longer than they save."""
-ATTENTION_WIDTH = 128
-"""Width of a head up to which the four above hold. Wider heads take fewer keys and tokens at a time."""
+ATTENTION_WIDTH, ATTENTION_WIDTH_OF_ONE = 128, 64
+"""Width of a head up to which the four above hold, for several new tokens of a row and for one. Wider heads take fewer
+keys and tokens at a time: their sums would not fit in the registers."""
 COMBINE_WARPS = 1
 
 USE_PDL = True
@@ -189,15 +190,16 @@ def attention_splits(num_programs: int, context: int, bits: int, processors: int
     return splits
 
 
-def attention_blocks(width: int, bits: int) -> tuple[int, int, int]:
+def attention_blocks(width: int, bits: int, num_new: int) -> tuple[int, int, int]:
     """Return the keys of an iteration, the largest number of a row's new tokens in a program, and the iterations in
-    flight. width: that of a head, a power of two.
+    flight. width: that of a head, a power of two. num_new: new tokens of a row.
 
-    attention_blocks(512, 16) -> 16 keys, 16 tokens, 3 iterations: a program's sums stay in registers
+    attention_blocks(512, 16, 100) -> 16 keys, 16 tokens, 3 iterations
     """
+    most = ATTENTION_WIDTH_OF_ONE if num_new == 1 else ATTENTION_WIDTH
     block_t, block_q = ATTENTION_BLOCK_T[bits], ATTENTION_BLOCK_Q[bits]
-    if width > ATTENTION_WIDTH:  # tensor cores take 16 of both
-        block_t, block_q = (max(16, b * ATTENTION_WIDTH // width) for b in (block_t, block_q))
+    if width > most:  # tensor cores take 16 of both
+        block_t, block_q = (max(16, b * most // width) for b in (block_t, block_q))
     turn = 2 * block_t * width * bits // 8
     return block_t, block_q, max(1, min(ATTENTION_STAGES, SHARED_BYTES // turn))
 
