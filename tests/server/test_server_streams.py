@@ -110,9 +110,16 @@ def request(server: ServerProcess, body: dict[str, Any], version: str = "1.1") -
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
-def connect(server: ServerProcess) -> socket.socket:
+def connect(server: ServerProcess, buffer: int | None = None) -> socket.socket:
+    """Connect. With a small buffer, segments are smaller: one that does not fit is sent 0.2 s later, in parts."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    connection = socket.socket()
+    connection.settimeout(60)
+    if buffer is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, buffer // 8)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect((host, int(port)))
+    return connection
 
 
 def events(body: bytes) -> dict[int, tuple[str, list[int]]]:
@@ -155,8 +162,7 @@ def test_both_versions_of_http_have_the_same_events_and_connections_go_on(
 def test_a_reader_who_pauses_gets_all_tokens(server: ServerProcess) -> None:
     """Its outputs go to the task while it does not read: they are merged, and none is lost."""
     body = BODY | {"prompt": ["O Romeo,"], "n": 16, "max_tokens": 480, "logprobs": 5, "return_token_ids": True}
-    with closing(connect(server)) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with closing(connect(server, buffer=4096)) as connection:
         connection.sendall(request(server, body))
         response = http.client.HTTPResponse(connection)
         response.begin()
