@@ -40,8 +40,12 @@ if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: use this 
     sys.modules["nanoinfer._native"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["nanoinfer._native"])
 
+from helpers import interpreter  # noqa: E402
 from helpers.cli import Run  # noqa: E402
 from helpers.models import make_folder  # noqa: E402
+
+if INTERPRETED:
+    interpreter.leave_out_repeated_work()
 
 USES_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|nanoinfer\.training)\b", re.MULTILINE)
 USES_HELPER = re.compile(r"^from helpers(?:\.| import )(\w+)", re.MULTILINE)

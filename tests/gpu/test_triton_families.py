@@ -43,10 +43,11 @@ QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet
 
 
 def model_of(case: str, folder: Path) -> GPT:
-    """The first two layers of a model, and the last one: the kinds of layers differ."""
+    """The first layer of each kind that a model has, and the last layer."""
     families.make_folder(case, folder)
     full = load_gpt(open_folder(folder))
-    chosen = sorted({0, 1, full.config.n_layer - 1})
+    kinds = [full.config.layer(i) for i in range(full.config.n_layer)]
+    chosen = sorted({*map(kinds.index, kinds), full.config.n_layer - 1})
     layers = tuple(full.config.layer(i) for i in chosen)
     gpt = GPT(replace(full.config, n_layer=len(chosen), layers=layers)).eval()
     state = full.state_dict()
