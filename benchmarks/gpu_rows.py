@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SEC = 150.0  # of a case, its compilation included
+INTERRUPT_SEC = 5.0  # that a command has to end when it is interrupted, before it is killed
 BROKEN = r"CUDA error|Triton Error \[CUDA\]|illegal memory access|unspecified launch failure|misaligned address"
 Row = dict[str, Any]
 
@@ -187,7 +188,7 @@ def run_command(command: Sequence[str], deadline: float) -> tuple[int | None, st
         if code is None:
             p.send_signal(signal.SIGINT)  # the suite then ends its workers and keeps its rows
             with contextlib.suppress(subprocess.TimeoutExpired):
-                p.wait(5)
+                p.wait(INTERRUPT_SEC)
             p.kill()
         out.seek(0)
         text = out.read().strip() or "it printed nothing"

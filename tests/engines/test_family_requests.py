@@ -27,6 +27,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 COMMON = [(5 * i * i + 3 * i) % 61 for i in range(20)]
 PROMPTS = [[*COMMON, 7], [*COMMON[:17], 3, 9], [4], COMMON[::-1] + COMMON[:10], [8] * 25]
 FIRST = [case for case in CASES if "-" not in case]
+BEAMS = BeamSearchParams(3, max_tokens=8, length_penalty=0.7)
 NUM_BLOCKS = 8
 """Blocks of keys and values: a whole context has 6, and the prompts with their outputs 20."""
 
@@ -49,6 +50,12 @@ def llm_of(folder_of: Callable[[str], Path], gpt_of: Callable[[str], GPT]) -> Ca
     return make
 
 
+@pytest.fixture(scope="module")
+def beams_of(gpt_of: Callable[[str], GPT]) -> Callable[[str], list[list[Hypothesis]]]:
+    """Return the results of a case's beam searches of PROMPTS[:3], which run the whole sequence of each beam."""
+    return functools.cache(lambda case: [search_whole(gpt_of(case), ids, BEAMS) for ids in PROMPTS[:3]])
+
+
 def prompts_of(ids: list[list[int]]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": p} for p in ids]
 
@@ -59,7 +66,7 @@ def logprobs(gpt: GPT, ids: list[int]) -> np.ndarray:
         return torch.log_softmax(gpt(torch.tensor([ids]))[0].double(), -1).numpy()  # type: ignore[no-any-return]
 
 
-def beams_of(gpt: GPT, ids: list[int], params: BeamSearchParams) -> list[Hypothesis]:
+def search_whole(gpt: GPT, ids: list[int], params: BeamSearchParams) -> list[Hypothesis]:
     """Return the results of a beam search that runs the whole sequence of each beam in each step."""
     search = BeamSearch(params, gpt.config.eos_token_ids, params.max_tokens)
     beams: list[list[int]] = [ids]
@@ -72,10 +79,11 @@ def beams_of(gpt: GPT, ids: list[int], params: BeamSearchParams) -> list[Hypothe
 @all_families
 @both_engines
 @one_is_fast
-def test_beams(engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], GPT]) -> None:
-    params = BeamSearchParams(3, max_tokens=8, length_penalty=0.7)
-    for ids, output in zip(PROMPTS[:3], llm_of(engine, case).beam_search(prompts_of(PROMPTS[:3]), params), strict=True):
-        expected = beams_of(gpt_of(case), ids, params)
+def test_beams(
+    engine: str, case: str, llm_of: Callable[[str, str], LLM], beams_of: Callable[[str], list[list[Hypothesis]]]
+) -> None:
+    outputs = llm_of(engine, case).beam_search(prompts_of(PROMPTS[:3]), BEAMS)
+    for expected, output in zip(beams_of(case), outputs, strict=True):
         assert [s.token_ids for s in output.sequences] == [h.token_ids for h in expected]
         assert [s.score for s in output.sequences] == pytest.approx([h.score for h in expected], abs=1e-4)
 

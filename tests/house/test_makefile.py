@@ -91,7 +91,7 @@ def test_what_it_does_and_for_how_long(make: Callable[[str], Make]) -> None:
 
 
 def test_an_error_of_pip_is_shown_and_ends_it(make: Callable[[str], Make]) -> None:
-    running = make(PIP + "echo 'pip: it is broken' >&2; exit 3\n")
+    running = make("#!/bin/sh\necho 'pip: it is broken' >&2; exit 3\n")
     assert running.wait() == 2
     assert "\npip: it is broken\n" in running.log.read_text()
     assert not (running.folder / ".venv" / "installed").exists()
