@@ -263,6 +263,13 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
         },
     ),
+    "gemma4-two-shared": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | GEMMA4_MOE
+        | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+    ),
     "bitnet-silu": ("BitNetConfig", {"hidden_act": "silu", "tie_word_embeddings": True}),
     "qwen2_moe-plain": ("Qwen2MoeConfig", QWEN_MOE | {"shared_expert_intermediate_size": 7}),
     "llama3-8192": (

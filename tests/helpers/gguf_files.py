@@ -110,7 +110,7 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "olmo": "olmo", "stablelm": "stablelm", "glm4": "glm4", "cohere": "command-r", "cohere2": "cohere2",
                  "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-                 "granitemoe": "granitemoe", "bitnet": "bitnet", "gpt_oss": "gpt-oss",
+                 "granitemoe": "granitemoe", "bitnet": "bitnet", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss",
                  "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}  # fmt: skip
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
@@ -139,10 +139,17 @@ NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b", "exp_probs_b": "exp_probs_b",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "per_layer_input_gate": "inp_gate",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale",
+    "router": "ffn_gate_inp", "router.proj": "ffn_gate_inp", "expert_scale": "ffn_down_exps",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
 }  # fmt: skip
 
 
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "olmo2", "exaone4", "seed_oss", "gpt_oss")
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "exaone4", "seed_oss", "gpt_oss")
 
 
 def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
@@ -153,6 +160,7 @@ def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
 def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
     """Return the name and the values of a tensor of transformers' in a GGUF file."""
     name = name.replace("mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
+    name = name.replace("layer_scalar", "layer_scalar.weight").replace("router.per_expert_scale", "expert_scale.scale")
     base, _, suffix = name.rpartition(".")
     prefix, kind = "", config.model_type
     if ".layers." in base or ".h." in base:
@@ -167,7 +175,7 @@ def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarr
         values = values.T
     if kind in PERMUTED and theirs in ("attn_q", "attn_k"):
         values = permute(values, config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads)
-    if kind.startswith("gemma") and theirs.endswith("norm"):
+    if kind.startswith("gemma") and kind != "gemma4_text" and theirs.endswith("norm"):
         values = values + np.float32(1)
     if kind == "gpt_neox" and theirs == "attn_qkv":  # of each head its queries, keys and values -> all queries, ...
         values = (
@@ -179,6 +187,8 @@ def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarr
 def metadata_of(config: Any) -> dict[str, Any]:
     """Return the metadata that llama.cpp's converter writes for a config of transformers'."""
     arch, kind = ARCHITECTURES[config.model_type], config.model_type
+    if kind == "gemma4_text":
+        config.allow_global_per_layer_attribute_access = True  # `gemma4_keys` has those of each layer
     n_head, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
     width = getattr(config, "head_dim", None) or config.hidden_size // n_head
     found: dict[str, Any] = {
@@ -202,14 +212,14 @@ def metadata_of(config: Any) -> dict[str, Any]:
             "attention.key_length": width,
             "attention.value_length": width,
         }
-    found |= further_keys(config) | latent_keys(config)
+    found |= further_keys(config) | latent_keys(config) | gemma4_keys(config)
     if "partial_rotary_factor" in rope:
         found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
     if kind == "gpt_neox":
         found["use_parallel_residual"] = config.use_parallel_residual
     elif kind in ("llama", "mistral"):
         found["rope.dimension_count"] = width
-    if kind == "gemma3_text":
+    if kind in ("gemma3_text", "gemma4_text"):
         found["attention.sliding_window"] = config.sliding_window
         rope = rope["full_attention"]
     elif getattr(config, "sliding_window", None) is not None and kind in ("mistral", "mixtral"):
@@ -263,6 +273,35 @@ def further_keys(config: Any) -> dict[str, Any]:
     return found
 
 
+def gemma4_keys(config: Any) -> dict[str, Any]:
+    """Return the keys of a model whose layers differ."""
+    if config.model_type != "gemma4_text":
+        return {}
+    local = [kind == "sliding_attention" for kind in config.layer_types]
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    at = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    found: dict[str, Any] = {
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window_pattern": np.array(local),
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+    }
+    for suffix, width in (("", at[-1].head_dim), ("_swa", at[local.index(True)].head_dim)):
+        names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        found |= {f"{name}{suffix}": width for name in names}
+    if config.use_double_wide_mlp:
+        widths = [config.intermediate_size * (1 + (i >= first)) for i in range(config.num_hidden_layers)]
+        found["feed_forward_length"] = np.array(widths, np.int32)
+    if len({one.num_key_value_heads for one in at}) > 1:
+        found["attention.head_count_kv"] = np.array([one.num_key_value_heads for one in at], np.int32)
+    if config.final_logit_softcapping is not None:
+        found["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        found |= {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    return found
+
+
 def latent_keys(config: Any) -> dict[str, Any]:
     """Return the keys of files with one matrix for keys and values of all heads."""
     if not config.model_type.startswith("deepseek"):
@@ -298,8 +337,12 @@ def latent_keys(config: Any) -> dict[str, Any]:
 
 
 def longrope(config: Any) -> dict[str, np.ndarray]:
-    """Return the divisors of the frequencies of a Phi-3 as tensors."""
+    """Return the divisors of the frequencies of a Phi-3 or a Gemma 4 as tensors."""
     rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "gemma4_text":
+        pairs = config.per_layer_config[config.num_hidden_layers - 1].head_dim // 2
+        turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (pairs - turning))}
     names = [name for name in ("long_factor", "short_factor") if config.model_type == "phi3" and name in rope]
     return {f"rope_factors_{name.split('_')[0]}.weight": np.array(rope[name]) for name in names}
 
@@ -320,6 +363,9 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
                 stack = as_f32(of) if name.endswith("_bias") else store(of.swapaxes(1, 2))
                 suffix = "bias" if name.endswith("_bias") else "weight"
                 tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.{suffix}"] = stack
+            continue
+        if ".experts.gate_up_proj" in name and model.config.model_type == "gemma4_text":
+            tensors[f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight"] = store(values)
             continue
         if ".experts." in name:  # (E, 2 F, C), or (E, C, F)
             halves = np.split(values, 1 if name.endswith("down_proj") else 2, axis=1)

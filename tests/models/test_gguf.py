@@ -32,8 +32,7 @@ LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llam
             "starcoder2", "starcoder2-window", "llama-dynamic", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn",
             "ministral", "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", "qwen2_moe",
             "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt", "opt-untied", "bitnet",
-            "bitnet-one-head", "gpt_oss-plain", "gemma4", "gemma4-shared", "gemma4-keys-as-values", "gemma4-experts",
-            "gemma4-experts-shared",
+            "bitnet-one-head", "gpt_oss-plain",
             "deepseek_v3-plain")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]

@@ -89,11 +89,6 @@ REFUSED = {
     "deepseek_v3-plain": "layers=",
     "olmoe-normalized": "experts=Experts(count=4",
     "gpt_oss-plain": "layers=",
-    "gemma4": "family gemma4_text",
-    "gemma4-shared": "family gemma4_text",
-    "gemma4-keys-as-values": "family gemma4_text",
-    "gemma4-experts": "family gemma4_text",
-    "gemma4-experts-shared": "family gemma4_text",
 }
 KEPT = [case for case in CASES if case not in REFUSED]
 
@@ -429,7 +424,7 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
                                   "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
                                   "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64",
                                   "deepseek_v2-27-layers", "deepseek_v2-latent-queries", "deepseek_v3",
-                                  "deepseek_v3-yarn"])  # fmt: skip
+                                  "deepseek_v3-yarn", "gemma4", "gemma4-two-shared", "gemma4-experts"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
     """llama.cpp stores keys and values in float16. It rounds the range that the yarn of gpt_oss-64 blends."""
     from nanoinfer.models.gpt_loading import load_gpt
@@ -448,7 +443,7 @@ def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_pat
     assert np.abs(ours - theirs).max() < 0.2
 
 
-@pytest.mark.parametrize("case", ["phi3", "phi3-long", "glm4"])
+@pytest.mark.parametrize("case", ["phi3", "phi3-long", "glm4", "gemma4-two-shared"])
 def test_llama_cpp_computes_the_same_logits_of_files_that_are_not_exported(
     case: str, peer: ModuleType, tmp_path: Path
 ) -> None:

@@ -162,6 +162,16 @@ def test_sentencepiece_tokenizers_equal_the_conversion_of_transformers(tmp_path:
     assert decode(plain, plain.encode("a b")) == "a b"
 
 
+def test_the_tokenizer_of_gemma4_is_sentencepiece_with_merges(tmp_path: Path) -> None:
+    core, metadata = sentencepiece(tmp_path, model="gemma4", scores=None, add_space_prefix=False)
+    merges = [" ".join(pair) for pair in json.loads(core.to_str())["model"]["merges"]]
+    core.normalizer = normalizers.Replace(" ", "▁")
+    ours = read(metadata | {"tokenizer.ggml.merges": merges}, tmp_path)
+    for text in AWKWARD:
+        assert ours.encode(text) == core.encode(text, add_special_tokens=False).ids, text
+    assert ours.bos_token_id == 1
+
+
 def test_streamed_text_has_whole_characters(tmp_path: Path) -> None:
     for ours in (
         read(sentencepiece(tmp_path)[1], tmp_path),
@@ -190,7 +200,7 @@ def test_tokens_of_users_and_padding(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tokenizer": ({"model": None}, ["no tokenizer", "tokenizer.ggml.model"]),
-    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2 and llama"]),
+    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama and gemma4"]),
     "a split": ({"pre": "tekken"}, ["tokenizer.ggml.pre='tekken'", "smollm"]),
     "a split that is a number": ({"pre": 3}, ["tokenizer.ggml.pre=3"]),
     "no tokens": ({"tokens": []}, ["tokenizer.ggml.tokens"]),

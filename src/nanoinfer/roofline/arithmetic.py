@@ -367,7 +367,7 @@ def _layer_activations(config: ModelConfig, layer: int) -> int:
         # router C + E; of each expert the same as of an MLP, and adding it 2C
         S = F if experts.beside else experts.shared_width
         shared = 3 * C + 8 * S if S else 0
-        shared += 8 * C if experts.beside else 0  # 5 norms in place of one
+        shared += 15 * C if experts.beside else 0  # 5 further norms, the router's factor 2C, the sum 3C
         return found + C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
     return found + 2 * C + 4 * F + (C + 4 * F if config.gated_mlp else 0)  # c_gate C + F, product 3F
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
+from nanoinfer.models.checkpoints import gguf_gemma4
 from nanoinfer.models.checkpoints.gguf_architectures import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -65,7 +66,10 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     config = _read_config(file, where, arch, layout)
     with about(where):
         stored = _as_stored(file, config, layout)
-    return check(config, stored, where, dtype, stored_family(config, layout)), file.metadata
+    family = stored_family(config, layout)
+    if any(name.endswith(gguf_gemma4.JOINED) for name in file.tensors) and config.experts is not None:
+        family = replace(family, names={**family.names, **gguf_gemma4.SPLIT})
+    return check(config, stored, where, dtype, family), file.metadata
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -85,7 +89,7 @@ def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) ->
         m.get(m.key("rope.dimension_count"))
         m.check_known()
         config = FAMILIES[fields["model_type"]].read(Fields(fields))
-        if (stored := file.tensors.get(FREQUENCIES)) is not None:
+        if (stored := file.tensors.get(FREQUENCIES)) is not None and arch != "gemma4":  # it has read them
             config = _with_frequencies(config, stored)
         check_counts(file.metadata, config.vocab_size)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
@@ -143,6 +147,10 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
             if t.shape != wanted:
                 raise NanoinferError(f"tensor {name} is {list(t.shape)}, but the config requires {list(wanted)}")
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
+    count = 0 if config.experts is None else config.experts.count
+    for name in [name for name in tensors if count and name.endswith(gguf_gemma4.JOINED)]:
+        each = enumerate(gguf_gemma4.split(tensors.pop(name), count))
+        tensors |= {name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}"): part for i, part in each}
     for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
         parts = latent.split(config, name, tensors.pop(name))
         tensors |= dict(

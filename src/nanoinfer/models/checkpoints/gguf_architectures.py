@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf_latent
+from nanoinfer.models.checkpoints import gguf_gemma4, gguf_latent
 from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 
 TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
@@ -82,14 +82,17 @@ def _sizes(m: Metadata) -> dict[str, Any]:
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
     m.get(m.key("pooling_type"))  # models/pooling.py
+    num_layers = _num_layers(m)
+    differ = m.arch == "gemma4"  # gguf_gemma4.py reads the numbers of all layers
+    heads = "attention.head_count_kv"
     return {
         "vocab_size": _vocab_size(m),
         "max_position_embeddings": m.int_("context_length"),
-        "num_hidden_layers": _num_layers(m),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": n_head,
-        "num_key_value_heads": m.int_("attention.head_count_kv", n_head),
+        "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head),
         "hidden_size": n_embd,
-        "intermediate_size": m.int_("feed_forward_length"),
+        "intermediate_size": m.ints("feed_forward_length", num_layers)[0] if differ else m.int_("feed_forward_length"),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in m.tensors,
         "rope_theta": m.float_("rope.freq_base", 10000.0),
@@ -220,6 +223,11 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
     }
 
 
+def _gemma4(m: Metadata) -> dict[str, Any]:
+    shape = _sizes(m)
+    return shape | {"vocab_size_per_layer_input": shape["vocab_size"]} | gguf_gemma4.read(m, shape["num_hidden_layers"])
+
+
 def _gemma2(m: Metadata) -> dict[str, Any]:
     shape = _plain(m)
     at_27b = shape["num_hidden_layers"] == 46  # llama.cpp fixes what the file does not say
@@ -337,6 +345,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, names={"ln_2": "post_attention_norm"}),
     "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
+    "gemma4": Architecture("gemma4_text", _gemma4, names=gguf_gemma4.NAMES),
     "olmo2": Architecture("olmo2", _plain),
     "smollm3": Architecture("smollm3", _plain, interleaved=True),
     "gemma": Architecture("gemma", _plain, added_to_norms=1.0),

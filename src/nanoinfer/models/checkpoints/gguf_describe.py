@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig, Rotary
+from nanoinfer.models.checkpoints import gguf_gemma4
 from nanoinfer.models.checkpoints.gguf_file import Value
 from nanoinfer.models.rotary import frequencies
 
@@ -20,9 +21,9 @@ def describe_experts(config: ModelConfig, arch: str) -> dict[str, Value]:
     if (experts := config.experts) is None:
         return {}
     found: dict[str, Value] = {"expert_count": experts.count, "expert_used_count": experts.per_token}
-    if arch.startswith(("qwen", "gpt-oss", "deepseek")):
+    if arch.startswith(("qwen", "gpt-oss", "deepseek", "gemma4")):
         found["expert_feed_forward_length"] = experts.width
-    if not arch.startswith(("qwen", "deepseek")):
+    if not arch.startswith(("qwen", "deepseek", "gemma4")):
         found["feed_forward_length"] = experts.width
     if experts.shared_width and config.latent is None:
         found["expert_shared_feed_forward_length"] = experts.shared_width
@@ -61,8 +62,11 @@ def _rotary(config: ModelConfig) -> Rotary | None:
 
 
 def rotary_divisors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return what Llama 3's scaling divides the frequencies by; None for other models."""
+    """Return what Llama 3's scaling divides the frequencies by, or Gemma 4's; None for other models."""
     rotary = _rotary(config)
+    if rotary is not None and config.family == "gemma4_text":
+        turning = rotary.num_turning if rotary.scaling == "proportional" else rotary.dim // 2
+        return np.where(np.arange(rotary.dim // 2) < turning, 1.0, gguf_gemma4.STILL).astype(np.float32)
     if rotary is None or rotary.scaling != "llama3":
         return None
     divisors: NDArray[np.float32] = frequencies(dataclasses.replace(rotary, scaling="none")) / frequencies(rotary)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf, gguf_latent
+from nanoinfer.models.checkpoints import gguf, gguf_gemma4, gguf_latent
 from nanoinfer.models.checkpoints.gguf_architectures import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -108,8 +108,9 @@ def write_file(
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
     for ours, shape in shapes(config).items():
-        parts = family.recipe(config, ours, shape[0]).parts
-        tensors |= {part: _stored_shape(part, (rows, *shape[1:]), config) for part, rows in parts}
+        recipe = family.recipe(config, ours, shape[0])
+        rest = shape[1:] if recipe.folded == 1 else (shape[1] * recipe.folded,)
+        tensors |= {part: _stored_shape(part, (rows, *rest), config) for part, rows in recipe.parts}
     divisors = rotary_divisors(config)
     if divisors is not None:
         tensors = {FREQUENCIES: divisors.shape} | tensors
@@ -218,6 +219,8 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
     if arch in ("gptneox", "stablelm"):
         found["use_parallel_residual"] = config.parallel_residual
+    if arch == "gemma4":
+        found |= gguf_gemma4.describe(config)
     if config.activation == "gelu":
         log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
     return found

@@ -10,7 +10,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_file import Value
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
-from nanoinfer.utils.checks import plain, show
+from nanoinfer.utils.checks import plain, require_int, show
 from nanoinfer.utils.files import escaped
 
 _MAX_LENGTH = 4096  # of a value: no architecture has more layers
@@ -39,6 +39,15 @@ class Metadata(Fields):
         if default is None:
             self.required(self.key(name))
         return self.integer(self.key(name), default or 1)
+
+    def ints(self, name: str, count: int) -> list[int]:
+        """Return `count` positive integers, one for each layer, or a number that stands for all of them."""
+        value = self.required(self.key(name))
+        if not isinstance(value, list):
+            return [self.int_(name)] * count
+        if len(value) != count:
+            raise self.error(self.key(name), f"is not a list of {count} numbers, one for each layer")
+        return [require_int(self.key(name), one, 1, 2**31 - 1) for one in value]
 
     def float_(self, name: str, default: float | None) -> float | None:
         """Return a positive number."""

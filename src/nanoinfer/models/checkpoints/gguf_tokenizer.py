@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file's metadata.
 
-Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split) and `llama` (SentencePiece's
-BPE: scores instead of merges, and byte tokens for what the vocabulary lacks). Not covered: bert, t5, rwkv and others.
+Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split), `llama` (SentencePiece's
+BPE: scores instead of merges, and byte tokens for what the vocabulary lacks), and `gemma4`, the same with merges. Not
+covered: bert, t5, rwkv and others.
 
 A SentencePiece vocabulary becomes a BPE with merges in the order of the scores, as in transformers'
 convert_slow_tokenizer.py (`generate_merges`, `LlamaConverter`).
@@ -75,6 +76,7 @@ _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qw
 
 TURN_ENDS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+    "<turn|>",
 ))  # fmt: skip
 """Control tokens that end a sequence also in files that do not list them, as in llama.cpp."""
 
@@ -116,8 +118,8 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     if kind is None or (isinstance(kind, str) and kind == "no_vocab"):  # not an array, which is compared by value
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
-        if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-            raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2 and llama are")
+        if not isinstance(kind, str) or kind not in ("gpt2", "llama", "gemma4"):
+            raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are")
         vocabulary = _read_vocabulary(metadata)
         core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
         _add_special(core, vocabulary)
