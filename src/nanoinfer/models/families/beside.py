@@ -10,6 +10,7 @@ from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields
 
 FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+_PARTS = {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}
 NAMES = {
     "mlp.router": "router.proj",
     "mlp.router_scale": "router.scale",
@@ -18,8 +19,8 @@ NAMES = {
     "mlp.post_1": "post_feedforward_layernorm_1",
     "mlp.ln_2": "pre_feedforward_layernorm_2",
     "mlp.post_2": "post_feedforward_layernorm_2",
-    **{f"mlp.shared.{ours}": f"mlp.{theirs}_proj" for ours, theirs in experts.PARTS.items()},
-    **{f"mlp.experts.{ours}": f"experts.{{}}.{theirs}_proj" for ours, theirs in experts.PARTS.items()},
+    **{f"mlp.shared.{ours}": f"mlp.{theirs}" for ours, theirs in _PARTS.items()},
+    **{f"mlp.experts.{ours}": f"experts.{{}}.{theirs}" for ours, theirs in _PARTS.items()},
 }
 FUSED = {
     "experts.gate_up_proj": ("experts.{}.gate_proj", "experts.{}.up_proj"),
