@@ -105,7 +105,7 @@ struct ExpertWeights {
 
 struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
-  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, those of its shared expert or of the MLP beside it
+  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, its shared expert or MLP
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   Matrix q_b{}, k_b{}, v_b{};                     // of latent attention
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, kv_norm, attn_sub, mlp_sub;
