@@ -401,8 +401,9 @@ def test_attention_of_every_engine_runs_on_the_backends_that_are_chosen(
         monkeypatch.setattr(module, "attention_backends", choose)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
     monkeypatch.setattr(CompiledEngine, "_compile", lambda self: run_block)
-    monkeypatch.setitem(BLOCKS, "cpu", {})
-    engine = make_engine(name, make_model())
+    model = make_model()
+    monkeypatch.setitem(BLOCKS, ("cpu", model.config), {})
+    engine = make_engine(name, model)
     handles = [engine.open(), engine.open()]
     engine.extend(StepBatch(handles, [*prompt(20), *prompt(3)], [20, 3], [1, 1]))
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.environment import INTERPRETED
 from helpers.models import TINY, make_limits, submit, weights_of
 from helpers.recorded import FakeRecorder
 from nanoinfer import SamplingParams
-from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
@@ -36,8 +37,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 V = TINY.vocab_size
 slow_if_interpreted = pytest.mark.slow_if(lambda name: name == "triton" and INTERPRETED)
 nightly_if_interpreted = pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
-BLOCKS: dict[str, dict[tuple[torch.Size, int, bool], RunBlock]] = {"cpu": {}, "cuda": {}}
-"""What the compiled engines of all tests have compiled: their models have the same shapes."""
+BLOCKS: defaultdict[tuple[str, ModelConfig], dict[tuple[torch.Size, int, bool, bool], RunBlock]] = defaultdict(dict)
+"""What the compiled engines of all tests have compiled: most of their models have the same shapes."""
 
 
 def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
@@ -47,7 +48,7 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     limits = make_limits(gpt.config, max_num_seqs)
     if name == "compiled":
         engine = CompiledEngine(gpt, limits, backend="inductor" if device.type == "cuda" else "eager")
-        engine._compiled = BLOCKS[device.type]
+        engine._compiled = BLOCKS[device.type, gpt.config]
         return engine
     if name == "cuda_graph" and device.type == "cpu":
         return CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder())

@@ -82,11 +82,11 @@ def _sizes(m: Metadata) -> dict[str, Any]:
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
     m.get(m.key("pooling_type"))  # models/pooling.py
-    num_layers = _num_layers(m)
+    vocab_size, num_layers = _vocab_size(m), _num_layers(m)
     differ = m.arch == "gemma4"  # gguf_gemma4.py reads the numbers of all layers
     heads = "attention.head_count_kv"
     return {
-        "vocab_size": _vocab_size(m),
+        "vocab_size": vocab_size,
         "max_position_embeddings": m.int_("context_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": n_head,

@@ -1,7 +1,6 @@
 """Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 
-Source: transformers, models/gemma4, whose last layer is global whatever the config says.
-"""
+Source: transformers, models/gemma4, whose last layer is global whatever the config says."""
 
 from __future__ import annotations
 
