@@ -41,7 +41,8 @@ pytestmark = [
 FAST = ("llama", "gpt_neox")
 NIGHTLY = ("gemma4-shared", "gemma4-keys-as-values", "deepseek_v2", "deepseek_v3-plain")
 """Models whose parts other cases have, or a shorter test of layers (tests/engines/test_layer_sizes.py)."""
-QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3")
+QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3",
+             "gemma4-experts")  # fmt: skip
 """Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals,
 with experts: biases in them, latent attention and a shared expert beside them."""
 
@@ -128,6 +129,8 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quanti
             reference.get_submodule(name).weight.data = dequantize(module.weight).cpu()
         if isinstance(module, FusedStack):
             reference.get_submodule(name).weight.data = dequantize(module.packed).cpu()
+    linear = [name for name, m in engine.model.named_modules() if isinstance(m, torch.nn.Linear) and m.weight.numel()]
+    assert {name.split(".")[-1] for name in linear} <= {"lm_head", "router", "shared_gate", "k_b", "v_b"}
     reference.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight).cpu(), requires_grad=False)
     expected = run(RecomputeEngine(reference, make_limits(reference.config)))
     for a, b in zip(run(engine), expected, strict=True):

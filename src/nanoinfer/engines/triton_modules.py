@@ -108,5 +108,5 @@ def _linears(model: GPT) -> Iterator[tuple[nn.Module, str]]:
         for block in model.blocks:
             yield from ((block.attn, name) for name in ("c_attn", *["q_b"] * (latent.query_rank > 0), "c_proj"))
     for mlp in _mixtures(model):
-        if mlp.config.shared_width:
+        if mlp.config.shared_width or mlp.config.beside:
             yield from ((mlp.shared, name) for name in ("c_gate", "c_fc", "c_proj"))
