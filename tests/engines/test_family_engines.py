@@ -33,6 +33,7 @@ from nanoinfer.models.checkpoints.weights import has_format
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import load_gpt, weights_of
+from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils.arrays import to_numpy
@@ -80,9 +81,12 @@ def make_core(engine: Engine, **options: int) -> Core:
     return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, engine.config.vocab_size)
 
 
+def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], replace(params, ignore_eos=True))
+
+
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], replace(params, ignore_eos=True))
-    return [o.outputs[0].token_ids for o in outputs]
+    return [o.outputs[0].token_ids for o in generated(llm, prompts, params)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -150,10 +154,10 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
     accepted = {}
     for draft in ("prompt-lookup", "self:int8", "self:2", other):
         llm.set_draft(draft, speculate_k=3)
-        assert tokens(llm, prompts, GREEDY) == plain, draft
-        output = llm.generate([{"prompt_token_ids": REPEATING}], replace(GREEDY, ignore_eos=True))[0]
-        assert output.metrics.speculation is not None
-        accepted[draft] = output.metrics.speculation.num_accepted
+        outputs = generated(llm, prompts, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == plain, draft
+        assert outputs[0].metrics.speculation is not None
+        accepted[draft] = outputs[0].metrics.speculation.num_accepted
     assert accepted["self:int8"] > 8, accepted
 
 
