@@ -91,7 +91,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.slow_if(lambda name, case: case not in (CASES if name in ("static", "native") else TRACED[:2]))
+@pytest.mark.slow_if(lambda name, case: case not in {"native": CASES, "static": FIRST}.get(name, TRACED[:1]))
 def test_greedy_tokens_equal_the_naive_loop(
     name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -123,7 +123,7 @@ def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FIRST)
+@pytest.mark.slow_if(lambda case: case not in FIRST[::2])
 def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], GPT]) -> None:
     """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
     gpt = gpt_of(case)
@@ -185,6 +185,7 @@ CACHES = {"bfloat16": 0.03, "int8": 0.06}
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_if(lambda case: case not in FIRST)
 def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
     native = pytest.importorskip("nanoinfer._native")
     weights, ids = weights_of(gpt_of(case)), [(7 * i * i + i) % 61 for i in range(40)]
