@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import io
@@ -28,6 +29,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # a failure is one of th
     settings.register_profile("random")
     settings.register_profile("repeatable", derandomize=True)
     settings.load_profile("repeatable")
+
+os.fsync = lambda fd: None  # what a process has written outlives it: no test turns the power off
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; child processes would ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 parameters = item.callspec.params  # type: ignore[attr-defined]
                 if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
                     item.add_marker(marker)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the objects of modules and of the list of tests, a million, out of each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

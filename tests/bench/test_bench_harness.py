@@ -101,6 +101,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> Non
     assert made.failed == [made.rows[1]]
 
 
+@pytest.mark.slow
 def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     """Workers get folders of different weights: the second disagrees with the reference."""
     from nanoinfer.bench.harness import Harness

@@ -18,6 +18,7 @@ import start
 PRINTS_LATE = "import time; time.sleep(0.3); print('x', flush=True); time.sleep(2); print('y')"
 
 
+@pytest.mark.slow
 def test_the_clock_stops_at_the_first_byte() -> None:
     began = time.perf_counter()
     seconds, _ = start.start(PRINTS_LATE, [])

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.slow  # a cluster takes seconds to start
 LOOPBACK_ADDRESSES = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 """127.0.0.1, the same in IPv6, and ::1."""
 ENGINE = ("--engine", "native", "--max-tokens", "6", "--seed", "3")
+IMPATIENT = {
+    "RAY_py_gcs_connect_timeout_s": "1",
+    "RAY_gcs_rpc_server_connect_timeout_s": "1",
+    "RAY_gcs_server_port_wait_time_s": "1",
+}
+"""Ray's settings: how long each of its three attempts at a connection takes, 33 seconds together by default."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +54,11 @@ def write_lines(path: Path, num_lines: int, start: int = 0) -> None:
     path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
 
 
-def run(folder: Path, *arguments: object) -> tuple[int, str]:
+def run(folder: Path, *arguments: object, **environment: str) -> tuple[int, str]:
     """Run `nanoinfer batch` as a process: exit code and stderr."""
     done = subprocess.run(
-        command("batch", *arguments, *ENGINE), cwd=folder, env=one_thread() | LOOPBACK, text=True, capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=WAIT_SEC,
+        command("batch", *arguments, *ENGINE), cwd=folder, env=one_thread() | LOOPBACK | environment, text=True,
+        capture_output=True, stdin=subprocess.DEVNULL, timeout=WAIT_SEC,
     )  # fmt: skip
     assert done.stdout == ""
     return done.returncode, done.stderr
@@ -216,7 +222,7 @@ def test_an_address_where_something_else_answers(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", 3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        code, err = run(tmp_path, "in.jsonl", "out.jsonl", "--ray", address)
+        code, err = run(tmp_path, "in.jsonl", "out.jsonl", "--ray", address, **IMPATIENT)
     assert (code, err.count("\n")) == (2, 1), err
     assert err.startswith(f"nanoinfer: error: --ray {address}: ")
 

@@ -116,6 +116,7 @@ def test_a_killed_replica_loses_no_request_and_is_replaced(server: ServerProcess
     assert any("replica" in line and "has ended (signal 9): it is started again" in line for line in server.lines)
 
 
+@pytest.mark.slow
 def test_a_stream_whose_replica_is_killed_says_so(server: ServerProcess) -> None:
     until(lambda: metric(server, "nanoinfer:replicas{") == 2)
     body = {"prompt": "b", "stream": True, "max_tokens": 10**6, "overflow": "slide", "ignore_eos": True}
@@ -128,6 +129,7 @@ def test_a_stream_whose_replica_is_killed_says_so(server: ServerProcess) -> None
     assert "the replica that ran this request has ended" in json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_stream_is_continued_when_its_replica_is_killed(server: ServerProcess) -> None:
     until(lambda: metric(server, "nanoinfer:replicas{") == 2)
     fields = {"max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
@@ -147,6 +149,7 @@ def test_a_stream_is_continued_when_its_replica_is_killed(server: ServerProcess)
     assert text == expected
 
 
+@pytest.mark.slow
 def test_the_second_replica_shares_the_weights(folder: Path) -> None:
     shape = replace(TINY, block_size=64, n_embd=512, n_layer=8)
     big = make_folder(folder.parent / "big", shape)
@@ -182,6 +185,7 @@ def test_a_replica_runs_on_its_cores_alone(folder: Path) -> None:
     assert found == {(core,) for core in cores[:2]}
 
 
+@pytest.mark.slow
 def test_several_models_each_with_its_name(folder: Path, other: Path) -> None:
     with serving(folder, str(other)) as server:
         assert "(models: tiny, other; replicas: 2; connections: " in server.lines[0]
@@ -198,6 +202,7 @@ def test_several_models_each_with_its_name(folder: Path, other: Path) -> None:
         assert (listed["tiny"], listed["other"]) == (512, 256)
 
 
+@pytest.mark.slow
 def test_an_idle_model_is_unloaded_and_comes_back(folder: Path) -> None:
     with serving(folder, "--idle-unload", "0.2") as server:
         expected = complete(server, "a")["choices"][0]["text"]
@@ -207,6 +212,7 @@ def test_an_idle_model_is_unloaded_and_comes_back(folder: Path) -> None:
         assert complete(server, "a")["choices"][0]["text"] == expected
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_started_again(folder: Path) -> None:
     with serving(folder, "--replicas", "2") as server:
         (host,) = until(lambda: children(server.process.pid))
@@ -215,6 +221,7 @@ def test_a_host_that_is_killed_is_started_again(folder: Path) -> None:
         assert complete(server, "a")["usage"]["completion_tokens"] == 16
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_front_is_killed(folder: Path) -> None:
     with serving(folder, "--replicas", "2") as server:
         (host,) = children(server.process.pid)
@@ -230,6 +237,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_sighup_loads_the_model_that_is_there_now(folder: Path, other: Path, tmp_path: Path) -> None:
     link = tmp_path / "model"
     link.symlink_to(folder)
@@ -251,6 +259,7 @@ def test_sighup_loads_the_model_that_is_there_now(folder: Path, other: Path, tmp
         until(lambda: len(children(server.process.pid)) == 1)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs(folder: Path) -> None:
     with serving(folder, "--replicas", "2") as server, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(complete, server, "a", max_tokens=500, ignore_eos=True)

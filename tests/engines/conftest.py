@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoinfer.models.gpt import GPT
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a case, which is written once."""
     from helpers import families
@@ -30,7 +30,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
     """Return the reference model of a case, which test_families.py compares with the one of transformers."""
     from nanoinfer.models.checkpoints.huggingface import open_folder

@@ -33,6 +33,7 @@ from nanoinfer.models.checkpoints.weights import has_format
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import load_gpt, weights_of
+from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils.arrays import to_numpy
@@ -80,14 +81,17 @@ def make_core(engine: Engine, **options: int) -> Core:
     return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, engine.config.vocab_size)
 
 
+def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], replace(params, ignore_eos=True))
+
+
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], replace(params, ignore_eos=True))
-    return [o.outputs[0].token_ids for o in outputs]
+    return [o.outputs[0].token_ids for o in generated(llm, prompts, params)]
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.slow_if(lambda name, case: case not in (CASES if name in ("static", "native") else TRACED[:2]))
+@pytest.mark.slow_if(lambda name, case: case not in {"native": CASES, "static": FIRST}.get(name, TRACED[:1]))
 def test_greedy_tokens_equal_the_naive_loop(
     name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -119,7 +123,7 @@ def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FIRST)
+@pytest.mark.slow_if(lambda case: case not in FIRST[::2])
 def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], GPT]) -> None:
     """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
     gpt = gpt_of(case)
@@ -150,10 +154,10 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
     accepted = {}
     for draft in ("prompt-lookup", "self:int8", "self:2", other):
         llm.set_draft(draft, speculate_k=3)
-        assert tokens(llm, prompts, GREEDY) == plain, draft
-        output = llm.generate([{"prompt_token_ids": REPEATING}], replace(GREEDY, ignore_eos=True))[0]
-        assert output.metrics.speculation is not None
-        accepted[draft] = output.metrics.speculation.num_accepted
+        outputs = generated(llm, prompts, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == plain, draft
+        assert outputs[0].metrics.speculation is not None
+        accepted[draft] = outputs[0].metrics.speculation.num_accepted
     assert accepted["self:int8"] > 8, accepted
 
 
@@ -181,6 +185,7 @@ CACHES = {"bfloat16": 0.03, "int8": 0.06}
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_if(lambda case: case not in FIRST)
 def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
     native = pytest.importorskip("nanoinfer._native")
     weights, ids = weights_of(gpt_of(case)), [(7 * i * i + i) % 61 for i in range(40)]

@@ -58,6 +58,7 @@ def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int)
 
 @how_often
 @pytest.mark.parametrize("draft", ["prompt-lookup", "self:1"])
+@pytest.mark.slow_if(lambda draft: draft != "self:1")
 def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine="static", max_num_seqs=5, draft=draft, speculate_k=2)
     interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)
@@ -93,6 +94,7 @@ def test_a_stream_gets_each_output_once_wherever_a_step_is_interrupted(folder: P
 
 
 @how_often
+@pytest.mark.slow
 def test_interrupted_while_a_step_is_in_flight(num_interrupts: int) -> None:
     from nanoinfer.core.overlap import OverlapScheduler
 
@@ -127,6 +129,7 @@ def test_interrupted_while_a_step_is_in_flight(num_interrupts: int) -> None:
 
 @how_often
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow_if(lambda engine: engine != "native")
 def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
     expected = texts(llm)

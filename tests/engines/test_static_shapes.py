@@ -435,6 +435,7 @@ def test_captured_compiled_steps_draw_greedy_tokens_and_upload_nothing(uploads: 
     assert texts == [tuple(naive_greedy(gpt, p, 12)) for p in (prompt(6), prompt(3))]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_say_what_the_model_says() -> None:
     """With the real compiler: it needs a C++ compiler, as the tests of the native engine do."""
     gpt = make_model()

@@ -285,6 +285,7 @@ def commands(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     return seen
 
 
+@pytest.mark.slow
 def test_all_parts_are_continued_and_the_goals_are_judged(commands: list[list[str]], tmp_path: Path) -> None:
     parts = [option for part in gpu_check.PARTS if part != "tests" for option in ("--only", part)]
     code, summary = check(tmp_path, "--commit", "1234", *parts, "--minutes", 9, "--models", tmp_path / "m")

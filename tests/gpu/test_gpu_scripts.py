@@ -91,6 +91,7 @@ def test_a_variant_changes_the_tiles_of_its_step_alone(variant: str, monkeypatch
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", triton_kernels.KINDS)
+@pytest.mark.slow_if(lambda kind, rows: rows > 1 or kind != triton_kernels.KINDS[0])
 def test_products_of_a_step_are_checked_and_timed(kind: str, rows: int) -> None:
     row = triton_kernels.product_row(kind, "bfloat16" if rows == 1 else "int4", SMALL, rows, "cpu")
     assert row["usec"] == row["torch_usec"] == 1000.0  # two turns in 2 ms
@@ -105,6 +106,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows, new", [(1, 1), (1, 5), (3, 1)])
+@pytest.mark.slow_if(lambda new: new > 1)
 def test_attention_is_checked_and_timed(rows: int, new: int) -> None:
     row = triton_kernels.attention_row(SMALL, rows, new, "cpu", 40)
     assert row["gb_per_sec"] == pytest.approx(2 * rows * 40 * 64 * 2 / 1e6)

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
-FAST = ("llama", "gpt_neox")
+FAST = ("llama",)
 NIGHTLY = ("gemma4-shared", "gemma4-keys-as-values", "deepseek_v2", "deepseek_v3-plain")
 """Models whose parts other cases have, or a shorter test of layers (tests/engines/test_layer_sizes.py)."""
 QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3",

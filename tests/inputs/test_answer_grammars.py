@@ -288,6 +288,7 @@ def test_references_within_tools_are_followed() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"draft": "shakespeare-draft"}, {"draft": "prompt-lookup"}])
+@pytest.mark.slow_if(lambda options: options)
 def test_calls_of_a_model_parse_and_match(options: dict[str, Any]) -> None:
     llm = LLM("shakespeare", engine="native", max_num_seqs=8, **options)
     for name, choice in (("hermes", "required"), ("coder", "required"), ("lfm", "get"), ("gemma", "required")):

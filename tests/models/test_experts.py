@@ -227,6 +227,7 @@ def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, stat
 
 @pytest.mark.parametrize("config", [MIXED, ALL, BIASED, BESIDE], ids=["mixed", "all", "biased", "beside"])
 @pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native"])
+@pytest.mark.slow_if(lambda name, config: name in ("compiled", "cuda_graph") and config is not MIXED)
 def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
     gpt = make_model(config)
     prompts = [prompt(n, n) for n in (3, 20, 1)]

@@ -132,6 +132,7 @@ def test_the_bound_of_the_built_in_model() -> None:
     assert shakespeare().least_tokens("") == 0
 
 
+@pytest.mark.slow
 def test_nfc_shortens_utf8_by_less_than_its_bound() -> None:
     """Each character that NFC produces is worth the longest characters that decompose to its parts."""
     every = [chr(c) for c in range(0x110000) if not 0xD800 <= c <= 0xDFFF]

@@ -176,6 +176,7 @@ WORKED = re.findall(r"^\| [^|]+ \| `(\.[\w.\[\]]+)` \|(.+)\|$", PAGE, re.M)
 COLUMNS = [(1, 32), (1, 1024), (64, 32), (64, 1024)]
 
 
+@pytest.mark.slow
 def test_the_worked_numbers_of_the_page_are_what_the_code_computes() -> None:
     question = Question(device="h100", draft="gpt2")
     answers = [answer("gpt2-xl", replace(question, batch=B, context=N)) for B, N in COLUMNS]

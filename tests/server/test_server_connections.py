@@ -154,6 +154,7 @@ def test_a_head_that_comes_byte_by_byte_is_cut_off() -> None:
         assert 0.3 < time.monotonic() - began < SOON
 
 
+@pytest.mark.slow
 def test_a_second_slow_head_on_a_connection_is_cut_off() -> None:
     with serving(header_timeout_sec=1) as served, served.connect() as client:
         client.sendall(HEAD + b"content-length: 2\r\n\r\nhi")
@@ -163,6 +164,7 @@ def test_a_second_slow_head_on_a_connection_is_cut_off() -> None:
         assert 0.9 < closed(client, began) < SOON
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed_and_a_used_one_is_not() -> None:
     with serving(keep_alive_sec=1.5) as served, served.connect() as client:
         for _ in range(4):
@@ -206,6 +208,7 @@ def test_the_end_of_a_response_that_is_not_read_does_not_keep_the_connection() -
         served.until(lambda: served.events == ["/large"])
 
 
+@pytest.mark.slow
 def test_a_slow_reader_that_reads_enough_gets_everything() -> None:
     with serving(send_timeout_sec=1.5) as served, served.connect() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)

@@ -300,6 +300,7 @@ def test_plain_decoding_and_rejection_are_two_samples_of_one_distribution() -> N
 
 
 @pytest.mark.parametrize("name", ["none", "all", "min_tokens"])
+@pytest.mark.slow_if(lambda name: name != "all")
 def test_reproduced_texts_are_plain_decoding_s_and_so_of_its_probabilities(name: str) -> None:
     params = replace(CONTROLS[name], n=3)
     plain = draw_texts(TARGET, params, first_seed=0, num_texts=2 * NUM_TEXTS).texts
@@ -370,6 +371,7 @@ def test_proposals_are_accepted_as_often_as_computed_by_hand(case: str, k: int) 
 
 @pytest.mark.parametrize("rule", ["reject", "reproduce"])
 @pytest.mark.parametrize("pairs", ["seeds", "samples", "positions"])
+@pytest.mark.slow_if(lambda pairs: pairs != "seeds")
 def test_a_token_says_nothing_about_another(pairs: str, rule: str) -> None:
     """Of the neighbouring seed, of the request's other sample, of the next position: no model joins them here."""
     params = SamplingParams(max_tokens=LEN, n=2 if pairs == "samples" else 1)

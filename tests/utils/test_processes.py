@@ -193,7 +193,7 @@ print(time.monotonic(), flush=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:-1], ids=" ".join)
-@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
+@pytest.mark.slow
 def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     engine: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
