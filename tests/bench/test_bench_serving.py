@@ -58,7 +58,7 @@ def test_the_suite_has_the_rows_of_the_issue() -> None:
     assert {c.label.partition(" + ")[0] for c in others} == {"native int8"}
     assert [(c.batch, c.prompt_tokens, c.prefix_caching) for c in others[:2]] == [(200, 520, False), (200, 520, True)]
     assert [(c.batch, c.prompt_tokens, c.max_num_batched_tokens, c.target_step_ms) for c in others[2:5]] == [
-        (9, 1000, 2048, 80), (9, 1000, 2048, None), (9, 1000, 64, 80),
+        (9, 1000, 2048, None), (9, 1000, 2048, 80), (9, 1000, 64, None),
     ]  # fmt: skip
     assert [c.batch for c in others[5:]] == [64, 512]
 
@@ -77,16 +77,15 @@ def test_a_late_request_runs_beside_the_others_and_is_not_timed(folder: Path) ->
     assert [len(t) for t in tokens] == work.output_tokens == [12, 12, 12, 1]
     assert [len(a) for a in times.arrivals] == [12, 12, 12]
     assert times.num_prompt_tokens == 3 * 32
-    small = replace(case, max_num_batched_tokens=16, target_step_ms=None)
+    small = replace(case, max_num_batched_tokens=16)
     assert NanoinferBackend(small, folder).run(work)[0] == tokens
 
 
 def test_the_late_request_arrives_at_the_last_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of at most 40 tokens that process 100 late ones follow the one that ends the prompts."""
     case = Case(
-        "native", "m", batch=3, prompt_tokens=100, output_tokens=8, workload="arrival", max_num_batched_tokens=40,
-        target_step_ms=None,
-    )  # fmt: skip
+        "native", "m", batch=3, prompt_tokens=100, output_tokens=8, workload="arrival", max_num_batched_tokens=40
+    )
     backend, sizes = NanoinferBackend(case, folder), []
     extend = backend._llm.engine.extend
     monkeypatch.setattr(

@@ -175,13 +175,12 @@ def test_a_long_prompt_arrives_last() -> None:
 def test_names_of_settings_and_the_case_without_them() -> None:
     plain = Case("native", "m", quantization="int8", workload="prefix")
     shared = replace(plain, prefix_caching=True)
-    small, whole = replace(plain, max_num_batched_tokens=64), replace(plain, target_step_ms=None)
-    timed = replace(plain, target_step_ms=20)
-    assert [c.label.partition(" + ")[2] for c in (plain, shared, small, whole, timed)] == [
-        "", "prefix cache", "steps of 64", "steps of any time", "steps of 20 ms",
+    small, timed = replace(plain, max_num_batched_tokens=64), replace(plain, target_step_ms=20)
+    assert [c.label.partition(" + ")[2] for c in (plain, shared, small, timed)] == [
+        "", "prefix cache", "steps of 64", "steps of 20 ms",
     ]  # fmt: skip
-    assert {c.plain for c in (plain, shared, small, whole, timed)} == {plain}
-    assert len({c.loaded for c in (plain, shared, small, whole, timed)}) == 5  # each has a process of its own
+    assert {c.plain for c in (plain, shared, small, timed)} == {plain}
+    assert len({c.loaded for c in (plain, shared, small, timed)}) == 4  # each has a process of its own
     assert replace(shared, draft="d").loaded == shared
 
 

@@ -65,8 +65,9 @@ class Case:
     """Whether requests of one run share the keys and values of common prefixes (our engines)."""
     max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens
     """Most tokens of a step (our engines)."""
-    target_step_ms: int | None = SchedulerConfig.target_step_ms
-    """Time of a step that limits its prompt tokens while streamed requests decode; None: no limit (our engines)."""
+    target_step_ms: int | None = None
+    """Time of a step that limits its prompt tokens while streamed requests decode (our engines). None: no limit, as in
+    `LLM.generate`; the tokens are streamed here to be timed."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -102,8 +103,7 @@ class Case:
         parts += ["prefix cache"] * self.prefix_caching
         if self.max_num_batched_tokens != Case.max_num_batched_tokens:
             parts.append(f"steps of {self.max_num_batched_tokens}")
-        if self.target_step_ms != Case.target_step_ms:
-            parts.append(f"steps of {self.target_step_ms} ms" if self.target_step_ms else "steps of any time")
+        parts += [f"steps of {self.target_step_ms} ms"] * bool(self.target_step_ms)
         return " + ".join(parts)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from nanoinfer.bench.case import MIXED_HIGH, Case
 from nanoinfer.bench.derived_metrics import BEST_PEER
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import ModelConfig, SchedulerConfig
 from nanoinfer.engines.registry import ENGINES
 
 _Format = tuple[str, str, str | None]  # backend, dtype, quantization
@@ -176,7 +176,7 @@ def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: boo
     prefix = replace(one, batch=200, prompt_tokens=min(520, room - 16), output_tokens=10, workload="prefix")
     arrival = replace(one, batch=9, prompt_tokens=min(1000, room - 24), output_tokens=64, workload="arrival")
     steady = replace(one, prompt_tokens=32, output_tokens=32, workload="uniform")
-    arrivals, batches = [arrival, replace(arrival, target_step_ms=None)], [64, 512]
+    arrivals, batches = [arrival, replace(arrival, target_step_ms=SchedulerConfig.target_step_ms)], [64, 512]
     if quick:
         formats = [f for f in formats if f[2] in (small, "int8", "Q8_0")]
         mixed, prefix = replace(mixed, batch=8), replace(prefix, batch=8, prompt_tokens=min(120, room - 16))
