@@ -1,5 +1,5 @@
 # make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
-# make test    the tests without the slow cases (5 minutes on 2 cores); make test-all: with them (21 minutes)
+# make test    the tests without the slow cases (5 minutes on 2 cores); make test-all: with them (19 minutes)
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
