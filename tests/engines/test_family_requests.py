@@ -33,7 +33,7 @@ NUM_BLOCKS = 8
 
 all_families = pytest.mark.parametrize("case", CASES)
 both_engines = pytest.mark.parametrize("engine", ["native", "paged"])
-one_is_fast = pytest.mark.slow_if(lambda engine, case: case not in (FIRST[::2] if engine == "native" else ("llama",)))
+one_is_fast = pytest.mark.slow_if(lambda engine, case: case not in (FIRST[::4] if engine == "native" else ("llama",)))
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def texts(llm: LLM) -> list[str]:
 
 @how_often
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow_if(lambda engine: engine not in ("native", "static"))
 def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
     interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)

@@ -103,6 +103,7 @@ def test_content_alone_is_as_it_was_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow_if(lambda name: name not in list(FORMATS)[::3])
 def test_every_prefix_is_what_is_there(name: str) -> None:
     f = FORMATS[name]
     calls = CALLS if f.parallel else CALLS[:1]

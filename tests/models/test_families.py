@@ -37,6 +37,7 @@ def test_logits_equal_those_of_transformers(case: tuple[Any, Path]) -> None:
     assert expected.std() > 0.5  # logits that hardly differ would show nothing
 
 
+@pytest.mark.slow_if(lambda case: "-" in case)
 @torch.inference_mode()
 def test_several_files_are_one_model(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, _ = case
@@ -69,6 +70,7 @@ def test_experts_that_do_not_fit_the_config_are_refused(name: str, tmp_path: Pat
             refuses(lambda: open_folder(tmp_path / "model"), "tensor")
 
 
+@pytest.mark.slow_if(lambda case: "-" in case)
 @torch.inference_mode()
 def test_a_saved_model_is_the_same_to_transformers(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = case

@@ -140,6 +140,7 @@ def test_connections_leave_descriptors_for_every_request(folder: Path) -> None:
         assert len(server.lines) == 1
 
 
+@pytest.mark.slow
 def test_clients_wait_while_no_descriptor_is_free(folder: Path) -> None:
     with serving(folder) as server:
         first, pid = connect(server), server.process.pid

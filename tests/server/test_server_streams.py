@@ -159,6 +159,7 @@ def test_both_versions_of_http_have_the_same_events_and_connections_go_on(
         assert events(response.read()) == expected
 
 
+@pytest.mark.slow
 def test_a_reader_who_pauses_gets_all_tokens(server: ServerProcess) -> None:
     """Its outputs go to the task while it does not read: they are merged, and none is lost."""
     body = BODY | {"prompt": ["O Romeo,"], "n": 16, "max_tokens": 480, "logprobs": 5, "return_token_ids": True}
