@@ -95,6 +95,12 @@ inline __m512i shuffle_epi8(__m512i table, __m512i index) {
   for (int i = 0; i < 64; ++i) to.v[i] = at.v[i] & 128 ? 0 : from.v[i / 16 * 16 + at.v[i] % 16];
   return vector<__m512i>(to);
 }
+inline __m512i shuffle_epi32(__m512i a, int order) {
+  const auto from = lanes<i32>(a);
+  Lanes<i32> to;
+  for (int i = 0; i < 16; ++i) to.v[i] = from.v[i / 4 * 4 + (order >> 2 * (i % 4) & 3)];
+  return vector<__m512i>(to);
+}
 inline __m512i broadcast_i32x4(__m128i a) {
   Lanes<i32> to;
   for (int i = 0; i < 4; ++i) std::memcpy(to.v + 4 * i, &a, 16);
@@ -233,6 +239,8 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_set1_epi32 emulated::set1_epi32
 #define _mm512_set1_epi8 emulated::set1_epi8
 #define _mm512_setzero_si512 emulated::setzero
+#undef _mm512_shuffle_epi32
+#define _mm512_shuffle_epi32 emulated::shuffle_epi32
 #define _mm512_shuffle_epi8 emulated::shuffle_epi8
 #undef _mm512_slli_epi16
 #undef _mm512_slli_epi32

@@ -15,10 +15,10 @@ constexpr std::int64_t kSpanBlocks = kSpan / kBlock;
 // (attention_amx.h), the first `count` of them.
 template <CacheType type, int M, bool tiles = false>
 struct Queries {
-  static constexpr int kDigits = CacheOf<type>::kDigits;
-  Unit* units;                    // (ceil(D / kUnit), kDigits, M); tiles: (ceil(D / kUnit / 16), kDigits, M, 16)
+  static constexpr int kWords = CacheOf<type>::kWords;
+  Unit* units;                    // (ceil(D / kUnit), kWords, M); tiles: (ceil(D / kUnit / 16), kWords, M, 16)
   float scale[M];                 // of the scores
-  std::int32_t shift[M][2];       // int8, of each digit: what the 128 that is added to the keys contributes, negated
+  std::int32_t shift[M][2];       // int8, of each sum: what the 128 that is added to the keys contributes, negated
   float* out[M];
   float share[M];                 // 1 / sum of the row's weights
   float sink[M];                  // a further score in that sum
@@ -39,29 +39,36 @@ struct Queries {
   }
 
  private:
-  NI_INLINE std::int64_t place(std::int64_t unit, int digit, int m) {
-    return tiles ? ((unit / 16 * kDigits + digit) * M + m) * 16 + unit % 16 : (unit * kDigits + digit) * M + m;
+  NI_INLINE std::int64_t place(std::int64_t unit, int word, int m) {
+    return tiles ? ((unit / 16 * kWords + word) * M + m) * 16 + unit % 16 : (unit * kWords + word) * M + m;
   }
   void prepare(const AttentionTask& t, const float* q, int m) {
     using C = CacheOf<type>;
-    const auto put = [&](std::int64_t d, int digit, auto x) __attribute__((always_inline)) {
+    const auto put = [&](std::int64_t d, int word, auto x) __attribute__((always_inline)) {
       alignas(64) Unit narrow[16 / C::kUnit];
       C::narrow(x, narrow);
       for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < t.head_dim; ++u)
-        units[place(d / C::kUnit + u, digit, m)] = narrow[u];
+        units[place(d / C::kUnit + u, word, m)] = narrow[u];
     };
     scale[m] = t.scale;
     if constexpr (type == CacheType::i8) {
       i32x16 numbers = broadcast(0), highs = broadcast(0);
       const auto take = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) {
-        const i32x16 high = (x + broadcast(128)) >> 8;  // x = 256 high + low, and low is x's last byte, signed
-        put(d, 0, high);
-        put(d, 1, x);
         numbers = numbers + x;
-        highs = highs + high;
+        if constexpr (kMultiplies16) {
+          alignas(64) Unit words[8];
+          store_pairs(words, x);
+          for (std::int64_t u = 0; u < 4 && d + 4 * u < t.head_dim; ++u)
+            for (int g = 0; g < 2; ++g) units[place(d / 4 + u, g, m)] = words[2 * u + g];
+        } else {
+          const i32x16 high = (x + broadcast(128)) >> 8;  // x = 256 high + low, and low is x's last byte, signed
+          put(d, 0, high);
+          put(d, 1, x);
+          highs = highs + high;
+        }
       };
       scale[m] *= quantize_row<127 << 8>(q, t.head_dim, take);
-      shift[m][0] = -128 * sum(highs);
+      shift[m][0] = -128 * sum(kMultiplies16 ? numbers : highs);
       shift[m][1] = -128 * sum(numbers) - 256 * shift[m][0];
     } else {
       for (std::int64_t d = 0; d < t.head_dim; d += 16) put(d, 0, load_first(q + d, t.head_dim - d));
@@ -84,11 +91,10 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
     else acc[m][b][g] = broadcast(0.0f);
   }
   const Unit* q = rows.units;
-  for (std::int64_t d = 0; d < t.head_dim; d += C::kUnit, q += kDigits * M) {
+  for (std::int64_t d = 0; d < t.head_dim; d += C::kUnit, q += C::kWords * M) {
     i32x16 keys[B];
     NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = load_ints(k[b] + d / C::kUnit * kBlock * sizeof(Unit));
-    NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b)
-      NI_DIGITS acc[m][b][g] = C::score(acc[m][b][g], keys[b], q[g * M + m]);
+    NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b) C::score(acc[m][b], keys[b], q + m, M);
   }
   for (int b = 0; b < B; ++b)
     NI_ROWS {
@@ -134,10 +140,11 @@ NI_INLINE f32x16 between(std::int64_t from, std::int64_t to, f32x16 x, float oth
 
 template <CacheType type>
 constexpr std::int64_t kSpanUnits = kSpan / CacheOf<type>::kUnit;
+constexpr float kMostWeight = 32767.0f;  // of int8 values
 
 // Write the weights of kSpan positions as units in the place of their scores, and add them to `total`: as they are rounded,
-// but for int8. There `scales` are those of the values, the units of the first digits are followed by those of the second
-// and by the scale of all, and `check` becomes NaN if a scale is.
+// but for int8. There `scales` are those of the values, the words are followed by the scale of all, and `check` becomes NaN if
+// a scale is.
 template <CacheType type>
 NI_INLINE void store_weights(f32x16* e, const f32x16* scales, float* to, f32x16& total, f32x16& check) {
   using C = CacheOf<type>;
@@ -151,13 +158,18 @@ NI_INLINE void store_weights(f32x16* e, const f32x16* scales, float* to, f32x16&
       top = max(e[b], top);
     }
     const float most = largest(top);
-    const f32x16 inverse = broadcast(most > 1e-30f ? 65535.0f / most : 0.0f);
+    const f32x16 inverse = broadcast(most > 1e-30f ? kMostWeight / most : 0.0f);
     for (int b = 0; b < kSpanBlocks; ++b) {
       const i32x16 x = round(e[b] * inverse);
-      C::narrow(x >> 8, (Unit*)to + b * kUnits);
-      C::narrow(x, (Unit*)to + kSpanUnits<type> + b * kUnits);
+      Unit* const units = (Unit*)to + C::place(b * kUnits, 0);
+      if constexpr (kMultiplies16) {
+        store_pairs(units, x);
+      } else {
+        C::narrow(x >> 8, units);
+        C::narrow(x, units + kSpanUnits<type>);
+      }
     }
-    to[2 * kSpanUnits<type>] = most / 65535.0f;
+    to[2 * kSpanUnits<type>] = most / kMostWeight;
   } else {
     for (int b = 0; b < kSpanBlocks; ++b) {
       C::narrow(e[b], (Unit*)to + b * kUnits);
@@ -204,7 +216,7 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
 // A row multiplies only its own positions, because a weight of 0 does not cancel a NaN; for int8 it does.
 template <CacheType type, int M, int N>
 NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t stride, const Queries<type, M>& rows,
-                   std::int64_t base, std::int64_t d) {
+                   std::int64_t base, std::int64_t d, bool prefetches) {
   using C = CacheOf<type>;
   constexpr int kDigits = C::kDigits;
   constexpr std::int64_t kUnit = C::kUnit, kUnits = kBlock / kUnit;
@@ -220,9 +232,9 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
     }
     for (std::int64_t b = 0; b < kSpanBlocks && base + b * kBlock < rows.highest; ++b) {
       const std::int64_t block = base / kBlock + b, from = block * kBlock;
-      if (M <= 4 && (block + 2) * kBlock < rows.highest) prefetch_lines(values_at<type>(t, block + 2), value_bytes<type>(t));
+      if (prefetches && (block + 2) * kBlock < rows.highest) prefetch_lines(values_at<type>(t, block + 2), value_bytes<type>(t));
       const Unit* v = (const Unit*)values_at<type>(t, block) + d;
-      const Unit* w = (const Unit*)weights + b * kUnits;
+      const Unit* w = (const Unit*)weights + C::place(b * kUnits, 0);
       const auto add = [&](std::int64_t u, bool everyone) __attribute__((always_inline)) {
         i32x16 values[N];
         NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = load_ints(v + u * width + 16 * j);
@@ -234,12 +246,16 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
             if (position < rows.begin[m]) keep = 0xffff0000u;
             if (position + kUnit > rows.end[m]) keep = 0xffffu;
           }
-          NI_DIGITS {
-            const Unit weight = w[m * stride + g * kSpanUnits<type> + u];
-            NI_UNROLL(4) for (int j = 0; j < N; ++j)
-              sum[m][j][g] = C::mix(sum[m][j][g], everyone ? values[j] : values[j] & keep, weight);
+          const Unit* weight = w + m * stride + C::place(u, 0);
+          if (everyone) {
+            C::mix(sum[m], values, weight);
+          } else {
+            i32x16 own[N];
+            NI_UNROLL(4) for (int j = 0; j < N; ++j) own[j] = values[j] & keep;
+            C::mix(sum[m], own, weight);
           }
         }
+        if constexpr (kWidth == 8 && M > 2) asm volatile("" ::: "memory");  // GCC would unroll, and store what is left over
       };
       if (type == CacheType::i8 || (from >= common_begin && from + kBlock <= common_end))
         for (std::int64_t u = 0; u < kUnits; ++u) add(u, /*everyone=*/true);
@@ -261,7 +277,7 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
 template <CacheType type, int M>
 void attend(const AttentionTask& t, std::int64_t row) {
   constexpr int kSums = M * CacheOf<type>::kDigits;
-  constexpr int kAtOnce = M == 1 ? 4 : kSums <= 8 ? 2 : 1;  // blocks
+  constexpr int kAtOnce = M == 1 ? 4 : kSums <= (kWidth == 8 ? 2 : 8) ? 2 : 1;  // blocks
   constexpr int kWide = kWidth == 16 ? 16 / kSums : 4 / kSums;  // vectors of values whose sums fit in the registers
   Queries<type, M> rows(t, row, (Unit*)t.scratch);
   float* s = t.scratch + padded(t.head_dim) * M;  // (M, stride), from a multiple of kSpan on
@@ -270,8 +286,9 @@ void attend(const AttentionTask& t, std::int64_t row) {
   const std::int64_t blocks = (rows.highest + kBlock - 1) / kBlock;
   std::int64_t b = base / kBlock;
   const auto at = [&](std::int64_t block) { return s + block * kBlock - base; };
+  const bool prefetches = M <= 4 && row == 0;  // later rows find the blocks in a cache
   for (; b + kAtOnce <= blocks; b += kAtOnce) {
-    if constexpr (M <= 4)
+    if (prefetches)
       for (std::int64_t next = b + kAtOnce; next < b + 2 * kAtOnce && next < blocks; ++next)
         prefetch_lines(t.blocks[next] + t.offset, key_bytes<type>(t));
     scores<type, M, kAtOnce>(t, t.blocks + b, rows, at(b), stride);
@@ -281,16 +298,16 @@ void attend(const AttentionTask& t, std::int64_t row) {
     if (blocks - b == 2) scores<type, 1, 2>(t, t.blocks + b, rows, at(b), stride), b += 2;
   }
   for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, rows, at(b), stride);
-  if constexpr (M <= 4)
+  if (prefetches)
     for (b = base / kBlock; b < base / kBlock + 2 && b < blocks; ++b)
       prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
   for (int m = 0; m < M; ++m) softmax<type>(t, rows, m, s + m * stride, base, stride);
   std::int64_t d = 0;
   if constexpr (kWide >= 4)
-    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, base, d);
+    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, base, d, prefetches);
   if constexpr (kWide >= 2)
-    for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, base, d);
-  for (; d < t.head_dim; d += 16) mix<type, M, 1>(t, s, stride, rows, base, d);
+    for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, base, d, prefetches);
+  for (; d < t.head_dim; d += 16) mix<type, M, 1>(t, s, stride, rows, base, d, prefetches);
 }
 
 #if defined(__AMX_TILE__)
@@ -309,7 +326,9 @@ void attention_as(const AttentionTask& task) {
   std::int64_t i = attend_in_tiles<type>(task, rows);
   if constexpr (kWidth == 16) {
     for (; i + 8 <= rows; i += 8) attend<type, 8>(task, i);
-    if (i + 4 <= rows) attend<type, 4>(task, i), i += 4;
+  }
+  if constexpr (kWidth >= 8) {
+    for (; i + 4 <= rows; i += 4) attend<type, 4>(task, i);
     if (i + 3 <= rows) attend<type, 3>(task, i), i += 3;
   }
   for (; i + 2 <= rows; i += 2) attend<type, 2>(task, i);

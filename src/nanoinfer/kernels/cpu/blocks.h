@@ -16,7 +16,7 @@ __attribute__((always_inline)) constexpr int lines_in_16_bits(const BlockFormat&
   if (f.table != nullptr)
     for (int i = most = 0; i < 16; ++i) most = f.table[i] > most ? f.table[i] : most;
   const int lines = 32767 / (2 * 127 * most);
-  return !kPairs ? 0 : lines < 2 ? 1 : lines < 4 ? 2 : 4;
+  return !kPairs ? 0 : lines < 2 ? 1 : lines < 4 ? 2 : lines < 8 ? 4 : 8;
 }
 
 // The inputs of one panel that a record contains.
@@ -134,15 +134,12 @@ struct BlockUnits {
 // Add the products of the inputs of scale s of a group of W, a Record or a Chunk, for N halves of the panel from h on.
 template <class W, int M, int N>
 NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, const BlockUnits<M>& u, Acc<M>& acc) {
-  constexpr int kQuads = 8 / W::kScales, kStep = W::kLines ? W::kLines : 1;
+  constexpr int kQuads = 8 / W::kScales, kStep = W::kLines == 0 ? 1 : W::kLines < kQuads ? W::kLines : kQuads;
   constexpr bool kSigned = W::kLines == 1;  // these formats have the offset 128
-  i32x16 dot[M][N], sum[M];
-  NI_ROWS {
-    sum[m] = broadcast(u.sum[s * M + m]);
-    if constexpr (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
-    NI_UNROLL(2) for (int n = 0; n < N; ++n)
-      dot[m][n] = W::kMinimum || kSigned ? broadcast(0) : sum[m] << offset_bits;
-  }
+  i32x16 dot[M][N];
+  const auto sum = [&](int m) __attribute__((always_inline)) {  // of the activations, negated
+    return broadcast(W::kScales == 1 ? u.sum[m] + u.sum[M + m] : u.sum[s * M + m]);
+  };
   NI_UNROLL(8) for (int first = 0; first < kQuads; first += kStep) {
     i32x16 pairs[M][N];
     NI_UNROLL(8) for (int i = first; i < first + kStep; ++i) {
@@ -153,48 +150,56 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
       }
       NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) {
         const std::int32_t x = u.x[(s * kQuads + i) * M + m];
-        if constexpr (W::kLines == 0) dot[m][n] = dot4(dot[m][n], q[n], x);
-        else if constexpr (kSigned) pairs[m][n] = dot_signed_pairs(q[n], x);
-        else pairs[m][n] = i == first ? dot_pairs(q[n], x) : add_pairs(pairs[m][n], dot_pairs(q[n], x));
+        if constexpr (W::kLines == 0) {
+          if (i == 0) dot[m][n] = W::kMinimum ? broadcast(0) : sum(m) << offset_bits;
+          dot[m][n] = dot4(dot[m][n], q[n], x);
+        } else {
+          const i32x16 products = kSigned ? dot_signed_pairs(q[n], x) : dot_pairs(q[n], x);
+          pairs[m][n] = i == first ? products : add_pairs(pairs[m][n], products);
+          if constexpr (kStep > 1) in_order(pairs[m][n]);
+        }
       }
     }
     if constexpr (W::kLines > 0)
-      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) dot[m][n] = add_sums(dot[m][n], pairs[m][n]);
+      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) {
+        dot[m][n] = add_sums(first ? dot[m][n] : broadcast(0), pairs[m][n]);
+        if constexpr (kStep < kQuads) in_order(dot[m][n]);
+      }
   }
   NI_UNROLL(2) for (int n = 0; n < N; ++n) {
     const f32x16 scale = W::scale(w, g, s, h + n);
     f32x16 minimum;
     if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h + n);
     NI_ROWS {
+      if constexpr (W::kLines > 1 && !W::kMinimum) dot[m][n] = dot[m][n] + (sum(m) << offset_bits);
       f32x16 product = to_float(dot[m][n]) * scale;
-      if constexpr (W::kMinimum) product = fma(minimum, to_float(sum[m]), product);
+      if constexpr (W::kMinimum) product = fma(minimum, to_float(sum(m)), product);
       acc.v[m][h + n] = fma(product, broadcast(u.scale[m]), acc.v[m][h + n]);
     }
   }
 }
 
-// Add the products of `count` groups. Narrow registers have space for the sums of half a panel only.
+// Add the products of `count` groups.
 template <class W, int M>
 NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> u, Acc<M>& acc) {
-  constexpr int kHalves = kWidth == 16 ? 2 : 1;
   for (int g = 0; g < count; ++g, u.x += 8 * M, u.scale += M, u.sum += 2 * M) {
     W::prefetch_group(w, g);
     NI_UNROLL(2) for (int s = 0; s < W::kScales; ++s)
-      NI_UNROLL(2) for (int h = 0; h < 2; h += kHalves)
+      NI_UNROLL(2) for (int h = 0; h < 2; h += kHalves) {
         add_inputs<W, M, kHalves>(w, offset_bits, g, s, h, u, acc);
+        if constexpr (kHalves == 1 && M > 2) asm volatile("" ::: "memory");  // GCC would store the activations for the other half
+      }
   }
 }
 
 template <int M>
 NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int64_t row, const Acc<M>& acc) {
+  f32x16 sums[M][2];
   NI_HALVES {
-    const std::int64_t column = panel * kPanel + 16 * h;
-    const f32x16 bias = load(task.w->bias + column);
-    NI_ROWS {
-      float* y = task.y + (row + m) * task.y_stride + column;
-      store(y, finish(task, acc.v[m][h] + bias, y));
-    }
+    const f32x16 bias = load(task.w->bias + panel * kPanel + 16 * h);
+    NI_ROWS sums[m][h] = acc.v[m][h] + bias;
   }
+  finish_rows(task, panel, row, M, sums);
 }
 
 // As `tile` (products.h), which multiplies with numbers.
@@ -233,6 +238,8 @@ template <class C, int rows>
 struct ChunkTilesFor;
 template <class C>
 struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
+template <class C>
+struct ChunkTilesFor<C, 4> : ChunkTiles<C, 1, 2, 3, 4> {};
 template <class C>
 struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
 

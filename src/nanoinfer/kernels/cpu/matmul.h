@@ -24,6 +24,7 @@ struct Tiles {
 };
 #define NI_TILES_2(type) Tiles<type, 1, 2>
 #define NI_TILES_3(type) Tiles<type, 1, 2, 3>
+#define NI_TILES_4(type) Tiles<type, 1, 2, 3, 4>
 #define NI_TILES_6(type) Tiles<type, 1, 2, 3, 4, 5, 6>
 #define NI_TILES_12(type) Tiles<type, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>
 template <WeightType type, int rows>
@@ -34,6 +35,8 @@ template <WeightType type>
 struct TilesFor<type, 2> : NI_TILES_2(type) {};
 template <WeightType type>
 struct TilesFor<type, 3> : NI_TILES_3(type) {};
+template <WeightType type>
+struct TilesFor<type, 4> : NI_TILES_4(type) {};
 template <WeightType type>
 struct TilesFor<type, 6> : NI_TILES_6(type) {};
 template <WeightType type>

@@ -42,17 +42,20 @@ float peak_bf16(const std::int32_t* x, std::int64_t steps) {
   return total;
 }
 
+constexpr int kPeakRowsInt = kWidth == 16 ? kRowsFloat : kRowsInt;
+
 template <int M>
 float peak_i8(const std::int32_t* x, std::int64_t steps) {
-  const i32x16 w0 = load_ints(x), w1 = load_ints(x + 16);
-  i32x16 dot[M][2];
-  NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
-  NI_PEAK_LOOP(steps, NI_ROWS {
-    dot[m][0] = dot4(dot[m][0], w0, u[m]);
-    dot[m][1] = dot4(dot[m][1], w1, u[m]);
+  i32x16 w[kHalves], dot[M][kHalves];
+  for (int n = 0; n < kHalves; ++n) {
+    w[n] = load_ints(x + 16 * n);
+    NI_ROWS dot[m][n] = broadcast(0);
+  }
+  NI_PEAK_LOOP(steps, NI_ROWS NI_UNROLL(2) for (int n = 0; n < kHalves; ++n) {
+    dot[m][n] = kPairs ? add_sums(dot[m][n], dot_signed_pairs(w[n], u[m])) : dot4(dot[m][n], w[n], u[m]);
   })
   float total = 0;
-  NI_ROWS NI_HALVES total += sum(to_float(dot[m][h]));
+  NI_ROWS for (int n = 0; n < kHalves; ++n) total += sum(to_float(dot[m][n]));
   return total;
 }
 
@@ -75,6 +78,6 @@ std::int64_t peak(WeightType type, std::int64_t steps, float* sink) {
     *sink = peak_bf16<kRowsFloat>((const std::int32_t*)x, steps);
     return steps * kRowsFloat * kPanel * 2 * 2;
   }
-  *sink = peak_i8<kRowsFloat>((const std::int32_t*)x, steps);
-  return steps * kRowsFloat * kPanel * 4 * 2;
+  *sink = peak_i8<kPeakRowsInt>((const std::int32_t*)x, steps);
+  return steps * kPeakRowsInt * kHalves * 16 * 4 * 2;
 }

@@ -12,7 +12,7 @@ constexpr int kRowsNear = 4;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
-constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // each row needs an integer and a float accumulator
+constexpr int kRowsInt = kWidth == 16 ? 6 : kWidth == 8 ? 4 : 2;  // each row needs an integer and a float accumulator
 // Size limit of the prepared rows that are processed together, so that they fit in the second-level cache.
 constexpr std::size_t kRowBlockBytes = 384 << 10;
 
@@ -105,23 +105,34 @@ NI_INLINE Int8Units int8_units(const Tile& t) {
   return {t.units<std::int32_t>(0, M), t.units<float>(quads, M), t.units<std::int32_t>(quads + groups, M)};
 }
 
-// Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at the shift.
+// The halves of a panel whose sums are held in registers. Narrow registers have space for one.
+constexpr int kHalves = kWidth == 16 ? 2 : 1;
+
+// Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at the shift; where
+// pairs of signed bytes take fewer instructions, at 0.
 template <int M>
 NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
+  constexpr bool kSigned = kPairs && (M > 1 || !kMultiplies16);
+  constexpr int N = M == 1 ? 2 : kHalves;
   const std::uint8_t *w = t.w, *ahead = t.ahead;
   Int8Units u = int8_units<M>(t);
-  for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.shift += M) {
-    i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
-    for (int k = 0; k < kGroup / 4; ++k, w += kLine, u.x += M) {
-      prefetch_line<M>(w, ahead, t.stride);
-      const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
-      NI_ROWS {
-        dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
-        dot[m][1] = dot4(dot[m][1], w1, u.x[m]);
+  for (std::int64_t g = 0; g < t.depth / kGroup; ++g) {
+    NI_UNROLL(2) for (int h = 0; h < 2; h += N) {
+      i32x16 dot[M][N];
+      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) dot[m][n] = broadcast(kSigned ? 0 : u.shift[m]);
+      for (int k = 0; k < kGroup / 4; ++k) {
+        if (h == 0) prefetch_line<M>(w + k * kLine, ahead, t.stride);
+        i32x16 v[N];
+        NI_UNROLL(2) for (int n = 0; n < N; ++n) v[n] = load_ints(w + k * kLine + 64 * (h + n));
+        NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) {
+          const std::int32_t x = u.x[k * M + m];
+          dot[m][n] = kSigned ? add_sums(dot[m][n], dot_signed_pairs(to_signed(v[n]), x)) : dot4(dot[m][n], v[n], x);
+        }
       }
+      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n)
+        acc.v[m][h + n] = fma(to_float(dot[m][n]), broadcast(u.scale[m]), acc.v[m][h + n]);
     }
-    NI_ROWS NI_HALVES acc.v[m][h] = fma(to_float(dot[m][h]), broadcast(u.scale[m]), acc.v[m][h]);
+    w += kLine * (kGroup / 4), u.x += M * (kGroup / 4), u.scale += M, u.shift += M;
   }
 }
 
@@ -177,6 +188,17 @@ NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
   }
 }
 
+// Write the outputs of a panel for `rows` rows from their sums, biases included. Not inlined: each tile would contain every
+// epilogue several times, which takes most of the time to compile it.
+__attribute__((noinline)) void finish_rows(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t rows,
+                                           const f32x16 (*sums)[2]) {
+  for (std::int64_t m = 0; m < rows; ++m)
+    NI_HALVES {
+      float* y = task.y + (row + m) * task.y_stride + panel * kPanel + 16 * h;
+      store(y, finish(task, sums[m][h], y));
+    }
+}
+
 // Tile `part` of `parts` that are multiplied with a panel in turn. Several prefetch a part each of the next panel: otherwise
 // the first of them would wait for memory, and the others not use it.
 template <WeightType type, int M>
@@ -198,15 +220,13 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int
   if constexpr (type == WeightType::i8) tile_i8<M>(t, acc);
   if constexpr (type == WeightType::i4) tile_i4<M>(t, acc);
   static_assert(type <= WeightType::i4, "a format without a tile");
+  f32x16 sums[M][2];  // a copy: what has an address is not kept in registers
   NI_HALVES {
     const std::int64_t column = panel * kPanel + 16 * h;
     const f32x16 bias = load(w.bias + column);
     f32x16 scale = broadcast(1.0f);
     if constexpr (type == WeightType::i8) scale = load(w.scale + column);
-    NI_ROWS {
-      float* y = task.y + (row + m) * task.y_stride + column;
-      const f32x16 sum = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
-      store(y, finish(task, sum, y));
-    }
+    NI_ROWS sums[m][h] = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
   }
+  finish_rows(task, panel, row, M, sums);
 }

@@ -7,7 +7,8 @@
 //   values (kBlock / kUnit, D rounded up to 16): a unit has kUnit positions of a dimension
 // For int8, float scales precede them: one for each key (kBlock), then one for each value (kBlock). Bytes of keys are
 // stored with 128 added, because dot4 takes one unsigned operand: the queries are signed, and so are values, whose weights
-// are not negative. Queries and weights have 16 bits then, two digits: x = 256 x[0] + x[1].
+// are not negative. Queries and weights have 16 bits then, and two words for each unit: two digits, x = 256 x[0] + x[1], or,
+// where bytes are multiplied in 16 bits, two pairs of numbers. Both give the same sums.
 
 NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
 
@@ -25,38 +26,70 @@ struct CacheOf<CacheType::f32> {
   using T = float;
   using Sum = f32x16;
   static constexpr std::int64_t kUnit = 1;
-  static constexpr int kDigits = 1;
+  static constexpr int kWords = 1, kDigits = 1;
   static constexpr std::size_t kScales = 0;
+  NI_INLINE std::int64_t place(std::int64_t u, int) { return u; }
   NI_INLINE void narrow(f32x16 x, Unit* to) { store((float*)to, x); }
   NI_INLINE f32x16 widen(const Unit* from) { return load((const float*)from); }
-  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return fma(as_floats(keys), broadcast(bits<float>(query)), sum); }
-  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return score(sum, values, weight); }
-  NI_INLINE f32x16 value(const Sum (&sum)[1]) { return sum[0]; }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int) {
+    *sum = fma(as_floats(keys), broadcast(bits<float>(*query)), *sum);
+  }
+  template <int N>
+  NI_INLINE void mix(Sum (&sum)[N][1], const i32x16 (&values)[N], const Unit* weight) {
+    NI_UNROLL(4) for (int j = 0; j < N; ++j) score(sum[j], values[j], weight, 0);
+  }
+  NI_INLINE f32x16 value(const Sum* sum) { return sum[0]; }
 };
 template <>
 struct CacheOf<CacheType::bf16> {
   using T = std::uint16_t;
   using Sum = f32x16;
   static constexpr std::int64_t kUnit = 2;
-  static constexpr int kDigits = 1;
+  static constexpr int kWords = 1, kDigits = 1;
   static constexpr std::size_t kScales = 0;
+  NI_INLINE std::int64_t place(std::int64_t u, int) { return u; }
   NI_INLINE void narrow(f32x16 x, Unit* to) { store_bf16((std::uint16_t*)to, x); }
   NI_INLINE f32x16 widen(const Unit* from) { return load_bf16((const std::uint16_t*)from); }
-  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return dot2_bf16(sum, keys, (std::int32_t)query); }
-  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return score(sum, values, weight); }
-  NI_INLINE f32x16 value(const Sum (&sum)[1]) { return sum[0]; }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int) { *sum = dot2_bf16(*sum, keys, (std::int32_t)*query); }
+  template <int N>
+  NI_INLINE void mix(Sum (&sum)[N][1], const i32x16 (&values)[N], const Unit* weight) {
+    NI_UNROLL(4) for (int j = 0; j < N; ++j) score(sum[j], values[j], weight, 0);
+  }
+  NI_INLINE f32x16 value(const Sum* sum) { return sum[0]; }
 };
 template <>
 struct CacheOf<CacheType::i8> {
   using T = std::int8_t;
   using Sum = i32x16;
   static constexpr std::int64_t kUnit = 4;
-  static constexpr int kDigits = 2;
+  static constexpr int kWords = 2, kDigits = kMultiplies16 ? 1 : 2;
   static constexpr std::size_t kScales = 2 * kBlock * sizeof(float);
+  // Where word `g` of unit `u` of a row's weights for kSpan positions lies.
+  NI_INLINE std::int64_t place(std::int64_t u, int g) { return kMultiplies16 ? 2 * u + g : g * (kSpan / kUnit) + u; }
   NI_INLINE void narrow(i32x16 x, Unit* to) { store_i8((std::int8_t*)to, x); }
-  NI_INLINE Sum score(Sum sum, i32x16 keys, Unit query) { return dot4(sum, keys, (std::int32_t)query); }
-  NI_INLINE Sum mix(Sum sum, i32x16 values, Unit weight) { return dot4(sum, broadcast((std::int32_t)weight), values); }
-  NI_INLINE f32x16 value(const Sum (&sum)[2]) { return fma(to_float(sum[0]), broadcast(256.0f), to_float(sum[1])); }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int stride) {
+    const std::int32_t first = (std::int32_t)query[0], second = (std::int32_t)query[stride];
+    if constexpr (kMultiplies16) {
+      sum[0] = add_products(sum[0], widen_unsigned(keys), {broadcast(first), broadcast(second)});
+    } else {
+      sum[0] = dot4(sum[0], keys, first);
+      sum[1] = dot4(sum[1], keys, second);
+    }
+  }
+  template <int N>
+  NI_INLINE void mix(Sum (&sum)[N][kDigits], const i32x16 (&values)[N], const Unit* weight) {
+    const std::int32_t words[2] = {(std::int32_t)weight[place(0, 0)], (std::int32_t)weight[place(0, 1)]};
+    NI_UNROLL(2) for (int g = 0; g < kDigits; ++g)
+      NI_UNROLL(4) for (int j = 0; j < N; ++j) {
+        if constexpr (kMultiplies16)
+          sum[j][g] = add_products(sum[j][g], widen_signed(values[j]), {broadcast(words[0]), broadcast(words[1])});
+        else
+          sum[j][g] = dot4(sum[j][g], broadcast(words[g]), values[j]);
+      }
+  }
+  NI_INLINE f32x16 value(const Sum* sum) {
+    return kDigits == 1 ? to_float(sum[0]) : fma(to_float(sum[0]), broadcast(256.0f), to_float(sum[kDigits - 1]));
+  }
 };
 
 // Quantize n floats to integers of at most kMost with one scale, which is returned. take(k, numbers k to k + 15).

@@ -93,9 +93,22 @@ NI_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   return c;
 }
 
+// All lanes combined: lane l with l + 8, the results with l + 4, and so on.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class Combine>
+NI_INLINE __m128i fold(__m256i a, Combine combine) {
+  __m128i b = combine(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = combine(b, _mm_shuffle_epi32(b, 0x4e));
+  return combine(b, _mm_shuffle_epi32(b, 0xb1));
+}
+#define NI_FOLD(x, combine) \
+  fold((__m256i)(x), [](__m128i a, __m128i b) __attribute__((always_inline)) { return (__m128i)combine; })
+#endif
 NI_INLINE float sum(f32x16 a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)a.v[0]);
+#elif defined(__AVX2__)
+  return _mm_cvtss_f32((__m128)NI_FOLD(a.v[0] + a.v[1], _mm_add_ps((__m128)a, (__m128)b)));
 #else
   float s[16];
   store(s, a);
@@ -107,6 +120,8 @@ NI_INLINE float sum(f32x16 a) {
 NI_INLINE std::int32_t sum(i32x16 a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)a.v[0]);
+#elif defined(__AVX2__)
+  return _mm_cvtsi128_si32(NI_FOLD(a.v[0] + a.v[1], _mm_add_epi32(a, b)));
 #else
   std::int32_t total = 0;
   NI_EACH for (int l = 0; l < kWidth; ++l) total += a.v[i][l];
@@ -116,6 +131,9 @@ NI_INLINE std::int32_t sum(i32x16 a) {
 NI_INLINE float largest(f32x16 a) {  // undefined if there is a NaN: callers check for NaN separately
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)a.v[0]);
+#elif defined(__AVX2__)
+  const __m256i both = (__m256i)_mm256_max_ps((__m256)a.v[0], (__m256)a.v[1]);
+  return _mm_cvtss_f32((__m128)NI_FOLD(both, _mm_max_ps((__m128)a, (__m128)b)));
 #else
   float s[16];
   store(s, a);
@@ -127,6 +145,9 @@ NI_INLINE float largest(f32x16 a) {  // undefined if there is a NaN: callers che
 NI_INLINE std::int32_t largest(i32x16 a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)a.v[0]);
+#elif defined(__AVX2__)
+  const __m256i both = _mm256_max_epi32((__m256i)a.v[0], (__m256i)a.v[1]);
+  return _mm_cvtsi128_si32(NI_FOLD(both, _mm_max_epi32(a, b)));
 #else
   std::int32_t most = a.v[0][0];
   NI_EACH for (int l = 0; l < kWidth; ++l) most = a.v[i][l] > most ? a.v[i][l] : most;
@@ -223,20 +244,41 @@ NI_INLINE f32x16 load_f16(const std::uint16_t* p) {
 #endif
   return r;
 }
+// Narrowing stores, too: GCC 12 moves each number through a scalar register.
+NI_INLINE void store_low16(void* p, i32x16 x) {  // the low 16 bits of each
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  const __m256i y = _mm256_packus_epi32(_mm256_and_si256((__m256i)x.v[0], low), _mm256_and_si256((__m256i)x.v[1], low));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(y, 0xd8));
+#else
+  NI_EACH {
+    const vh h = __builtin_convertvector(bits<vu>(x.v[i]), vh);
+    __builtin_memcpy((std::uint16_t*)p + i * kWidth, &h, sizeof h);
+  }
+#endif
+}
 // Round to nearest, ties to even; NaN stays NaN.
 NI_INLINE void store_bf16(std::uint16_t* p, f32x16 x) {
+  i32x16 r;
   NI_EACH {
     const vu u = bits<vu>(x.v[i]);
     const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
-    const vh h = __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded, vh);
-    __builtin_memcpy(p + i * kWidth, &h, sizeof h);
+    r.v[i] = bits<vi>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
   }
+  store_low16(p, r);
 }
-NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // each in -128..127
+NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // the low 8 bits of each
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i low = _mm256_set1_epi32(0xff);
+  const __m256i y = _mm256_packus_epi32(_mm256_and_si256((__m256i)x.v[0], low), _mm256_and_si256((__m256i)x.v[1], low));
+  const __m128i z = _mm_packus_epi16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi32(z, 0xd8));
+#else
   NI_EACH {
     const vs s = __builtin_convertvector(x.v[i], vs);
     __builtin_memcpy(p + i * kWidth, &s, sizeof s);
   }
+#endif
 }
 
 // Dot products of adjacent elements: each of 16 lanes has its own weights; all lanes share the activations ----
@@ -250,31 +292,68 @@ NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
   f32x16 even, odd;
   NI_EACH even.v[i] = bits<vf>(bits<vu>(w.v[i]) << 16);
   NI_EACH odd.v[i] = bits<vf>(bits<vu>(w.v[i]) & 0xffff0000u);
-  const std::uint32_t u = (std::uint32_t)a;
-  acc = fma(even, broadcast(bits<float>(u << 16)), acc);
-  return fma(odd, broadcast(bits<float>(u & 0xffff0000u)), acc);
+  const i32x16 both = broadcast(a);  // loaded and then shifted: as scalars they would be moved between registers
+  f32x16 first, second;
+  NI_EACH first.v[i] = bits<vf>(bits<vu>(both.v[i]) << 16);
+  NI_EACH second.v[i] = bits<vf>(bits<vu>(both.v[i]) & 0xffff0000u);
+  return fma(odd, second, fma(even, first, acc));
 #endif
 }
+
+// Bytes of a lane as two pairs of 16-bit numbers: bytes 0 and 2, bytes 1 and 3.
+struct Pairs { i32x16 even, odd; };
+typedef std::int16_t v16 __attribute__((vector_size(4 * kWidth)));
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool kMultiplies16 = true;  // sums of two products of bytes could exceed 16 bits, so bytes are widened first
+typedef std::uint16_t u16 __attribute__((vector_size(4 * kWidth)));
+NI_INLINE Pairs widen_unsigned(i32x16 x) {
+  Pairs r;
+  NI_EACH r.even.v[i] = x.v[i] & 0x00ff00ff;
+  NI_EACH r.odd.v[i] = bits<vi>(bits<u16>(x.v[i]) >> 8);
+  return r;
+}
+NI_INLINE Pairs widen_signed(i32x16 x) {
+  Pairs r;
+  NI_EACH r.even.v[i] = bits<vi>(bits<v16>(bits<u16>(x.v[i]) << 8) >> 8);
+  NI_EACH r.odd.v[i] = bits<vi>(bits<v16>(x.v[i]) >> 8);
+  return r;
+}
+// Add the products of 4 numbers of each lane.
+NI_INLINE i32x16 add_products(i32x16 acc, Pairs a, Pairs b) {
+#if defined(__AVX512BW__)
+  __m512i sum = _mm512_add_epi32((__m512i)acc.v[0], _mm512_madd_epi16((__m512i)a.even.v[0], (__m512i)b.even.v[0]));
+  acc.v[0] = (vi)_mm512_add_epi32(sum, _mm512_madd_epi16((__m512i)a.odd.v[0], (__m512i)b.odd.v[0]));
+#else
+  NI_EACH {
+    const __m256i sum = _mm256_add_epi32((__m256i)acc.v[i], _mm256_madd_epi16((__m256i)a.even.v[i], (__m256i)b.even.v[i]));
+    acc.v[i] = (vi)_mm256_add_epi32(sum, _mm256_madd_epi16((__m256i)a.odd.v[i], (__m256i)b.odd.v[i]));
+  }
+#endif
+  return acc;
+}
+// Store numbers of 16 bits, each four of them in the order of their pairs.
+NI_INLINE void store_pairs(void* p, i32x16 x) {
+#if defined(__AVX512F__)
+  x.v[0] = (vi)_mm512_shuffle_epi32((__m512i)x.v[0], (_MM_PERM_ENUM)0xd8);
+#else
+  NI_EACH x.v[i] = (vi)_mm256_shuffle_epi32((__m256i)x.v[i], 0xd8);
+#endif
+  store_low16(p, x);
+}
+#else
+constexpr bool kMultiplies16 = false;  // these are then not used
+void store_pairs(void*, i32x16);
+Pairs widen_unsigned(i32x16);
+Pairs widen_signed(i32x16);
+i32x16 add_products(i32x16, Pairs, Pairs);
+#endif
 
 // acc[l] += sum over j < 4 of u[l][j] * s[l][j]; u are 4 unsigned bytes a lane, s 4 signed bytes.
 NI_INLINE i32x16 dot4(i32x16 acc, i32x16 u, i32x16 s) {
 #if defined(__AVX512VNNI__)
   acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)u.v[0], (__m512i)s.v[0]);
-#elif defined(__AVX512BW__)
-  // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: sums of two products of bytes would overflow 16 bits.
-  const __m512i x = (__m512i)s.v[0], v = (__m512i)u.v[0];
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0xff)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(v, 8), _mm512_srai_epi16(x, 8));
-  acc.v[0] = (vi)_mm512_add_epi32((__m512i)acc.v[0], _mm512_add_epi32(even, odd));
 #elif defined(__AVX2__)
-  NI_EACH {
-    const __m256i x = (__m256i)s.v[i], v = (__m256i)u.v[i];
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0xff)),
-                                           _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(v, 8), _mm256_srai_epi16(x, 8));
-    acc.v[i] = (vi)_mm256_add_epi32((__m256i)acc.v[i], _mm256_add_epi32(even, odd));
-  }
+  acc = add_products(acc, widen_unsigned(u), widen_signed(s));
 #else
   for (int j = 0; j < 4; ++j)
     NI_EACH {
@@ -328,9 +407,16 @@ NI_INLINE i32x16 dot_signed_pairs(i32x16 w, std::int32_t a) {
   return w;
 }
 NI_INLINE i32x16 add_pairs(i32x16 a, i32x16 b) {
-  typedef std::int16_t v16 __attribute__((vector_size(4 * kWidth)));
   NI_EACH a.v[i] = bits<vi>(bits<v16>(a.v[i]) + bits<v16>(b.v[i]));
   return a;
+}
+// Compute x here: GCC would compute the products of many lines first, and store them until they are added.
+NI_INLINE void in_order(i32x16& x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  NI_EACH asm volatile("" : "+x"(x.v[i]));
+#else
+  (void)x;
+#endif
 }
 NI_INLINE i32x16 add_sums(i32x16 acc, i32x16 pairs) {
 #if defined(__AVX512BW__)
