@@ -324,8 +324,8 @@ def queries(x: Array, cache: str) -> Array:
 def weight_error(v: Array, cache: str) -> float:
     """How much results change by the rounding of weights.
 
-    bfloat16: at most 2^-9 of each, of which the results are means. int8: at most 2^-16 of a span's largest for each of its
-    64 positions, whose errors are independent: 8 times, and the largest of many results.
+    bfloat16: at most 2^-9 of each, of which the results are means. int8: at most 2^-16 of a span's largest for each of
+    its 64 positions, whose errors are independent: 8 times, and the largest of many results.
     """
     relative = {"bfloat16": 2**-8, "int8": 2**-13}
     return relative.get(cache, 0.0) * float(np.abs(v).max())
@@ -484,7 +484,8 @@ def test_the_loops_on_registers_count_what_a_tile_does(isa: str) -> None:
         name: _native.compute(format=name, steps=10, threads=1, isa=isa)
         for name in ("float32", "bfloat16", "int8", "int4")
     }
-    rows, rows_int8, outputs_int8 = {"scalar": (2, 2, 16), "neon": (2, 2, 16), "avx2": (3, 4, 16)}.get(isa, (12, 12, 32))
+    few = {"scalar": (2, 2, 16), "neon": (2, 2, 16), "avx2": (3, 4, 16)}
+    rows, rows_int8, outputs_int8 = few.get(isa, (12, 12, 32))
     assert one["float32"] == 10 * rows * 32 * 2
     if isa == "amx":  # four tiles of 16 rows and 16 outputs, of 32 bfloat16 or 64 int8
         assert one["bfloat16"] == 10 * 4 * 16 * 16 * 32 * 2
