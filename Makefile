@@ -76,7 +76,7 @@ SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_be
 test-small:
 	rm -rf .venv-small build/wheel
 	$(PYTHON) -m venv .venv-small
-	$(call say,building the wheel: compiles for about a minute on 2 cores,.venv-small/bin/python -m pip wheel --quiet \
+	$(call say,building the wheel: compiles for about two minutes on 2 cores,.venv-small/bin/python -m pip wheel --quiet \
 	  --disable-pip-version-check --no-deps --wheel-dir build/wheel .)
 	.venv-small/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  "$$(echo build/wheel/*.whl)[test-small]"
@@ -232,7 +232,7 @@ quality: .venv/installed-torch
 
 .venv/installed: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(call say,installing nanoinfer into .venv: downloads 50 MB and compiles for about a minute on 2 cores,$(PIP) --editable .)
+	$(call say,installing nanoinfer into .venv: downloads 50 MB and compiles for about two minutes on 2 cores,$(PIP) --editable .)
 	@touch $@
 
 # Of the extras only the packages: nanoinfer itself is installed and is not compiled again.
