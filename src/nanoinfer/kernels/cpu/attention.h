@@ -69,7 +69,7 @@ struct Queries {
       };
       scale[m] *= quantize_row<127 << 8>(q, t.head_dim, take);
       shift[m][0] = -128 * sum(kMultiplies16 ? numbers : highs);
-      shift[m][1] = -128 * sum(numbers) - 256 * shift[m][0];
+      if constexpr (!kMultiplies16) shift[m][1] = -128 * sum(numbers) - 256 * shift[m][0];
     } else {
       for (std::int64_t d = 0; d < t.head_dim; d += 16) put(d, 0, load_first(q + d, t.head_dim - d));
     }
