@@ -1,6 +1,5 @@
 # make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
 # make test    the tests without the slow cases (5 minutes on 2 cores); make test-all: with them (19 minutes)
-# make test-slow: only the slow cases
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
@@ -40,7 +39,7 @@ endef
 
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-slow test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -62,9 +61,6 @@ test: .venv/installed-test
 
 test-all: .venv/installed-test
 	$(PYTEST) -m "not nightly"
-
-test-slow: .venv/installed-test
-	$(PYTEST) -m "slow and not nightly"
 
 test-nightly: .venv/installed-test
 	$(PYTEST) --hypothesis-profile random
