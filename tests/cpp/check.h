@@ -105,6 +105,7 @@ inline bool is_near(double got, double expected, double atol, double rtol) {  //
 
 }  // namespace nanoinfer::test
 #if defined(NANOINFER_EMULATED)
+namespace nanoinfer::avx2_vnni_emulated { extern const Kernels kKernels; }
 namespace nanoinfer::avx512_emulated { extern const Kernels kKernels; }
 namespace nanoinfer::amx_emulated { extern const Kernels kKernels; }
 #endif
@@ -123,7 +124,8 @@ inline std::vector<const Kernels*> kernels_here() {
 inline std::vector<const Kernels*> kernels_to_test() {
   std::vector<const Kernels*> all = kernels_here();
 #if defined(NANOINFER_EMULATED)
-  if (all.size() > 1) all.insert(all.end(), {&avx512_emulated::kKernels, &amx_emulated::kKernels});  // AVX2
+  if (all.size() > 1)  // AVX2
+    all.insert(all.end(), {&avx2_vnni_emulated::kKernels, &avx512_emulated::kKernels, &amx_emulated::kKernels});
 #endif
   return all;
 }

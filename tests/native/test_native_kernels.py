@@ -484,7 +484,7 @@ def test_the_loops_on_registers_count_what_a_tile_does(isa: str) -> None:
         name: _native.compute(format=name, steps=10, threads=1, isa=isa)
         for name in ("float32", "bfloat16", "int8", "int4")
     }
-    few = {"scalar": (2, 2, 16), "neon": (2, 2, 16), "avx2": (3, 4, 16)}
+    few = {"scalar": (2, 2, 16), "neon": (2, 2, 16), "avx2": (3, 4, 16), "avx2_vnni": (3, 6, 16)}
     rows, rows_int8, outputs_int8 = few.get(isa, (12, 12, 32))
     assert one["float32"] == 10 * rows * 32 * 2
     if isa == "amx":  # four tiles of 16 rows and 16 outputs, of 32 bfloat16 or 64 int8

@@ -32,7 +32,7 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
     flags = (_cpuinfo("flags") or "").split()
     return {
         "cpu": _cpuinfo("model name") or platform.processor() or None,
-        "isa": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
+        "isa": [f for f in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
         "cores": num_cpus(),
         "threads": num_cpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -13,6 +13,7 @@ namespace nanoinfer {
 namespace scalar { extern const Kernels kKernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kKernels; }
+namespace avx2_vnni { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_vnni { extern const Kernels kKernels; }
 #if defined(NANOINFER_AMX)
@@ -64,12 +65,19 @@ std::string missing_for(int level) {  // the builtin also checks that the operat
 #endif
   return missing;
 }
+
+std::string missing_for_avx2_vnni() {
+  std::string missing = missing_for(1);
+  NI_NEED("avxvnni");
+  return missing;
+}
 #endif
 
 std::vector<Entry> entries() {
 #if defined(__x86_64__)
   return {{&scalar::kKernels, ""},
           {&avx2::kKernels, missing_for(1)},
+          {&avx2_vnni::kKernels, missing_for_avx2_vnni()},
           {&avx512::kKernels, missing_for(2)},
           {&avx512_vnni::kKernels, missing_for(3)},
 #if defined(NANOINFER_AMX)

@@ -12,7 +12,8 @@ constexpr int kRowsNear = 4;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
-constexpr int kRowsInt = kWidth == 16 ? 6 : kWidth == 8 ? 4 : 2;  // each row needs an integer and a float accumulator
+// In few bits, each row needs an integer and a float accumulator; AVX2 without dot4 also those of its pairs.
+constexpr int kRowsInt = kWidth == 16 ? 6 : kWidth == 8 ? (kPairs ? 4 : 6) : 2;
 // Size limit of the prepared rows that are processed together, so that they fit in the second-level cache.
 constexpr std::size_t kRowBlockBytes = 384 << 10;
 

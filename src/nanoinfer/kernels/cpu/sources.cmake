@@ -41,6 +41,7 @@ function(add_cpu_sources target)
   add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     add_kernels(${target} avx2 ${AVX2})
+    add_kernels(${target} avx2_vnni ${AVX2} -mavxvnni)
     add_kernels(${target} avx512 ${AVX512})
     add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
     if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # whose system call gives permission to use AMX

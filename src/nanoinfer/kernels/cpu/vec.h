@@ -16,6 +16,10 @@ constexpr int kWidth =
     4;
 #endif
 constexpr int kParts = 16 / kWidth;
+// One instruction for the dot product of four bytes (dot4), in wide registers or in AVX2's.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define NI_DOT4
+#endif
 
 typedef float vf __attribute__((vector_size(4 * kWidth)));
 typedef std::int32_t vi __attribute__((vector_size(4 * kWidth)));
@@ -303,7 +307,7 @@ NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
 // Bytes of a lane as two pairs of 16-bit numbers: bytes 0 and 2, bytes 1 and 3.
 struct Pairs { i32x16 even, odd; };
 typedef std::int16_t v16 __attribute__((vector_size(4 * kWidth)));
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(NI_DOT4)
 constexpr bool kMultiplies16 = true;  // sums of two products of bytes could exceed 16 bits, so bytes are widened first
 typedef std::uint16_t u16 __attribute__((vector_size(4 * kWidth)));
 NI_INLINE Pairs widen_unsigned(i32x16 x) {
@@ -352,6 +356,8 @@ i32x16 add_products(i32x16, Pairs, Pairs);
 NI_INLINE i32x16 dot4(i32x16 acc, i32x16 u, i32x16 s) {
 #if defined(__AVX512VNNI__)
   acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)u.v[0], (__m512i)s.v[0]);
+#elif defined(__AVXVNNI__)
+  NI_EACH acc.v[i] = (vi)_mm256_dpbusd_avx_epi32((__m256i)acc.v[i], (__m256i)u.v[i], (__m256i)s.v[i]);
 #elif defined(__AVX2__)
   acc = add_products(acc, widen_unsigned(u), widen_signed(s));
 #else
@@ -368,7 +374,7 @@ NI_INLINE i32x16 dot4(i32x16 acc, i32x16 u, std::int32_t s) { return dot4(acc, u
 
 // The same in two steps, for w < 128: sums of two products each in 16 bits, which can be added while they fit, and then
 // their sums of two. Exact, like dot4, which takes more instructions if the CPU has none for it.
-#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(NANOINFER_NEON))
+#if defined(NI_DOT4) || !(defined(__AVX2__) || defined(NANOINFER_NEON))
 constexpr bool kPairs = false;
 #else
 constexpr bool kPairs = true;
