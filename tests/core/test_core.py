@@ -115,6 +115,16 @@ def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
     assert [o.outputs[0].text for o in run(core, add(core, "a"))] == ["bcde"]
 
 
+def test_a_step_without_work_does_not_call_the_engine() -> None:
+    core, engine, _ = make_core()
+    assert core.step() == []
+    request = add(core, "ab")
+    core.step()
+    core.cancel([request])
+    assert core.step() == []
+    assert engine.num_calls == {"open": 1, "extend": 1, "truncate": 0, "fork": 0, "close": 1}
+
+
 # Samples and batches -----------------------------------------------------------------------------------------
 
 

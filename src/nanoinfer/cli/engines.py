@@ -72,10 +72,12 @@ def _native() -> str:
     sets = instruction_sets()
     here = [name for name, missing in sets if not missing]
     chosen = environment.isa() or here[-1]
-    lacking, named = "", set[str]()
+    lacking, named = list[str](), set[str]()
     for name, missing in sets:
         if more := [feature for feature in missing.split(", ") if feature and feature not in named]:
-            lacking += f"\n  not {name}: this CPU has no {', '.join(more)}"
+            lacking.append(f"{name} ({', '.join(more)})")
             named.update(more)
     how = "forced by NANOINFER_ISA" if environment.isa() else "the fastest here"
-    return f"{', '.join(here)}{lacking}\n  uses {chosen}, {how}"
+    text = f"  not here, for what this CPU lacks: {', '.join(lacking)}"
+    others = "\n" + textwrap.fill(text, 80, subsequent_indent=" " * 4, break_on_hyphens=False) if lacking else ""
+    return f"{', '.join(here)}{others}\n  uses {chosen}, {how}"

@@ -181,7 +181,7 @@ def by_speculator(
 ) -> list[tuple[Speculator | None, list[ScheduledSequence]]]:
     """Return the work grouped by speculator. Requests have different ones if the draft was changed in between."""
     if not speculators:
-        return [(None, work)]
+        return [(None, work)] if work else []
     parts: dict[Speculator | None, list[ScheduledSequence]] = {}
     for w in work:
         parts.setdefault(speculators.get(w.sequence.request), []).append(w)
