@@ -52,9 +52,11 @@ demo: .venv/installed
 CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page schema)
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
 
-# A process for each core, of one thread: the native engine and the tests of threads start more of them.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal \
-  $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS))
+# A process for each core and one more, because a quarter of the time is spent waiting. Of one thread: the native engine and the
+# tests of threads start more of them.
+PARALLEL = OMP_NUM_THREADS=1 PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) \
+  $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS))
 
 test: .venv/installed-test
 	$(PYTEST) -m "not slow and not nightly"
@@ -139,8 +141,8 @@ build-asan: .venv/installed-test
 
 asan: build-asan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
-	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest -m "not slow and not nightly" $(ASAN_TESTS)
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  NANOINFER_TEST_EXTENSION=build/asan $(PARALLEL) -m "not slow and not nightly" $(ASAN_TESTS)
 
 fuzz: build-asan
 	$(BIN)/python fuzz/run.py --minutes $(or $(MINUTES),10) $(FLAGS)
