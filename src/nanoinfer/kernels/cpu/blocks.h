@@ -7,7 +7,7 @@
 // with the same functions, so the result of a row does not depend on the number of rows.
 #pragma once
 
-#include "products.h"
+#include "chunks.h"
 
 // How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
 // Codes of 8 bits are made signed for that.
@@ -83,6 +83,7 @@ struct Record {
 constexpr int kChunkGroups = 8;
 template <int num_scales, bool with_minimum, int lines>
 struct alignas(64) Chunk {
+  static constexpr int kUnit = 32, kMost = kChunkGroups, kRows = kRowsInt;  // chunks.h
   static constexpr int kScales = num_scales, kLines = lines;
   static constexpr bool kMinimum = with_minimum;
   std::int32_t codes[kChunkGroups][8][2][16];
@@ -192,16 +193,6 @@ NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> 
   }
 }
 
-template <int M>
-NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int64_t row, const Acc<M>& acc) {
-  f32x16 sums[M][2];
-  NI_HALVES {
-    const f32x16 bias = load(task.w->bias + panel * kPanel + 16 * h);
-    NI_ROWS sums[m][h] = acc.v[m][h] + bias;
-  }
-  finish_rows(task, panel, row, M, sums);
-}
-
 // As `tile` (products.h), which multiplies with numbers.
 template <WeightType type, int M>
 void tile_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t, std::int64_t) {
@@ -214,54 +205,10 @@ void tile_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t row, s
     const R record(t.w + g / R::kGroups * R::f.record(), kWidth == 16 && M <= 2 ? R::f.ahead() : kPrefetchFar);
     add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
   }
-  finish_panel<M>(task, panel, row, acc);
+  finish_panel<false, M>(task, panel, row, acc);
 }
 
-// A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
-template <class C, int M>
-void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
-                    std::int64_t row, float (*sums)[kPanel]) {
-  const Matrix& w = *task.w;
-  Acc<M> acc;
-  NI_ROWS NI_HALVES acc.v[m][h] = from ? load(sums[m] + 16 * h) : broadcast(0.0f);
-  const Tile t{nullptr, task.x + row * task.x_stride, w.depth, nullptr, 0};
-  add_groups<C, M>(chunk, chunk.offset_bits, count, BlockUnits<M>(t, from), acc);
-  if (from + count == w.depth / 32) return finish_panel<M>(task, panel, row, acc);
-  NI_ROWS NI_HALVES store(sums[m] + 16 * h, acc.v[m][h]);
-}
-
-template <class C, int... M>
-struct ChunkTiles {
-  static constexpr decltype(&multiply_chunk<C, 1>) kTable[] = {multiply_chunk<C, M>...};
-};
-template <class C, int rows>
-struct ChunkTilesFor;
-template <class C>
-struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
-template <class C>
-struct ChunkTilesFor<C, 4> : ChunkTiles<C, 1, 2, 3, 4> {};
-template <class C>
-struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
-
-template <WeightType type>
-void matmul_chunks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  using C = ChunkOf<type>;
-  constexpr std::int64_t kBlockTiles = 96 / kRowsInt;  // 12 KiB of sums
-  const Matrix& w = *task.w;
-  const Tiling tiling(task.rows, kRowsInt);
-  C chunk;
-  alignas(64) float sums[kBlockTiles * kRowsInt][kPanel];
-  for (std::int64_t top = 0; top < tiling.tiles; top += kBlockTiles) {
-    const std::int64_t bottom = top + kBlockTiles < tiling.tiles ? top + kBlockTiles : tiling.tiles;
-    for (std::int64_t panel = begin; panel < end; ++panel)
-      for (std::int64_t from = 0; from < w.depth / 32; from += kChunkGroups) {
-        const int count = (int)(w.depth / 32 - from < kChunkGroups ? w.depth / 32 - from : kChunkGroups);
-        unpack_chunk<type>(w.data + panel * w.panel_bytes, from, count, chunk);
-        for (std::int64_t i = top; i < bottom; ++i) {
-          const std::int64_t row = tiling.begin(i), height = tiling.begin(i + 1) - row;
-          ChunkTilesFor<C, kRowsInt>::kTable[height - 1](task, chunk, from, count, panel, row,
-                                                         sums + (row - tiling.begin(top)));
-        }
-      }
-  }
+template <int scales, bool minimum, int lines, int M>
+NI_INLINE void add_chunk(const Chunk<scales, minimum, lines>& chunk, const Tile& t, std::int64_t from, int count, Acc<M>& acc) {
+  add_groups<Chunk<scales, minimum, lines>, M>(chunk, chunk.offset_bits, count, BlockUnits<M>(t, from), acc);
 }

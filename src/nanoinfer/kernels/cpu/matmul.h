@@ -66,7 +66,17 @@ template <WeightType type>
 void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   constexpr std::int64_t most = kRowsDirect<type>;
   if (task.rows <= most) return matmul_as<TilesFor<type, most == 2 ? 2 : kRowsInt>>(task, begin, end);
-  if constexpr (most < INT64_MAX) matmul_chunks<type>(task, begin, end);
+  if constexpr (most < INT64_MAX) matmul_chunks<ChunkOf<type>>(task, begin, end, unpack_chunk<type>);
+}
+
+// The fewest rows for which it pays to convert weights of 16 bits once for all.
+constexpr std::int64_t kRowsWide = kWidth == 8 ? 4 * kRowsFloat : INT64_MAX;
+
+template <WeightType type>
+void matmul_16_bits(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  if constexpr (kRowsWide < INT64_MAX)
+    if (task.rows >= kRowsWide) return matmul_chunks<WideChunk<type>>(task, begin, end, unpack_wide<type>);
+  matmul_as<TilesFor<type, kRowsFloat>>(task, begin, end);
 }
 
 void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
@@ -75,8 +85,8 @@ void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
 #endif
   switch (task.w->type) {
     case WeightType::f32: return matmul_as<TilesFor<WeightType::f32, kRowsFloat>>(task, begin, end);
-    case WeightType::f16: return matmul_as<TilesFor<WeightType::f16, kRowsFloat>>(task, begin, end);
-    case WeightType::bf16: return matmul_as<TilesFor<WeightType::bf16, kRowsFloat>>(task, begin, end);
+    case WeightType::f16: return matmul_16_bits<WeightType::f16>(task, begin, end);
+    case WeightType::bf16: return matmul_16_bits<WeightType::bf16>(task, begin, end);
     case WeightType::i8: return matmul_as<TilesFor<WeightType::i8, kRowsInt>>(task, begin, end);
     case WeightType::i4: return matmul_as<TilesFor<WeightType::i4, kRowsInt>>(task, begin, end);
 #define NI_PRODUCT(name) \

@@ -74,6 +74,10 @@ std::int64_t peak(WeightType type, std::int64_t steps, float* sink) {
 #if defined(__AMX_TILE__)
   return peak_amx(type, steps, x, sink);
 #endif
+  if (type == WeightType::bf16 && kRowsWide < INT64_MAX) {  // its pairs become float32 before the products
+    *sink = peak_f32<kRowsFloat>((const float*)x, 2 * steps);
+    return 2 * steps * kRowsFloat * kPanel * 2;
+  }
   if (type == WeightType::bf16) {
     *sink = peak_bf16<kRowsFloat>((const std::int32_t*)x, steps);
     return steps * kRowsFloat * kPanel * 2 * 2;

@@ -63,19 +63,25 @@ NI_INLINE void prefetch_line(const void* w, const std::uint8_t*& ahead, std::int
 NI_INLINE f32x16 weights_at(const float* w) { return load(w); }
 NI_INLINE f32x16 weights_at(const std::uint16_t* w) { return load_f16(w); }
 
-template <class W, int M>  // W: float, or the bits of a float16
+// Add the products of one input: a line of weights, floats or the bits of float16, and a float of each row.
+template <class W, int M>
+NI_INLINE void add_input(const W* w, const float* x, Acc<M>& acc) {
+  const f32x16 w0 = weights_at(w), w1 = weights_at(w + 16);
+  NI_ROWS {
+    const f32x16 a = broadcast(x[m]);
+    acc.v[m][0] = fma(w0, a, acc.v[m][0]);
+    acc.v[m][1] = fma(w1, a, acc.v[m][1]);
+  }
+}
+
+template <class W, int M>
 NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
   const W* w = (const W*)t.w;
   const std::uint8_t* ahead = t.ahead;
   const float* x = t.units<float>(0, M);
   for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
     prefetch_line<M>(w, ahead, t.stride);
-    const f32x16 w0 = weights_at(w), w1 = weights_at(w + 16);
-    NI_ROWS {
-      const f32x16 a = broadcast(x[m]);
-      acc.v[m][0] = fma(w0, a, acc.v[m][0]);
-      acc.v[m][1] = fma(w1, a, acc.v[m][1]);
-    }
+    add_input(w, x, acc);
   }
 }
 
@@ -200,6 +206,20 @@ __attribute__((noinline)) void finish_rows(const MatmulTask& task, std::int64_t 
     }
 }
 
+// The same from the sums of a tile, which are scaled if each output has a scale.
+template <bool scaled, int M>
+NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int64_t row, const Acc<M>& acc) {
+  f32x16 sums[M][2];  // a copy: what has an address is not kept in registers
+  NI_HALVES {
+    const std::int64_t column = panel * kPanel + 16 * h;
+    const f32x16 bias = load(task.w->bias + column);
+    f32x16 scale = broadcast(1.0f);
+    if constexpr (scaled) scale = load(task.w->scale + column);
+    NI_ROWS sums[m][h] = scaled ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
+  }
+  finish_rows(task, panel, row, M, sums);
+}
+
 // Tile `part` of `parts` that are multiplied with a panel in turn. Several prefetch a part each of the next panel: otherwise
 // the first of them would wait for memory, and the others not use it.
 template <WeightType type, int M>
@@ -221,13 +241,5 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int
   if constexpr (type == WeightType::i8) tile_i8<M>(t, acc);
   if constexpr (type == WeightType::i4) tile_i4<M>(t, acc);
   static_assert(type <= WeightType::i4, "a format without a tile");
-  f32x16 sums[M][2];  // a copy: what has an address is not kept in registers
-  NI_HALVES {
-    const std::int64_t column = panel * kPanel + 16 * h;
-    const f32x16 bias = load(w.bias + column);
-    f32x16 scale = broadcast(1.0f);
-    if constexpr (type == WeightType::i8) scale = load(w.scale + column);
-    NI_ROWS sums[m][h] = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
-  }
-  finish_rows(task, panel, row, M, sums);
+  finish_panel<type == WeightType::i8, M>(task, panel, row, acc);
 }

@@ -287,20 +287,17 @@ NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // the low 8 bits of each
 
 // Dot products of adjacent elements: each of 16 lanes has its own weights; all lanes share the activations ----
 
+// The first and the second bfloat16 of each pair.
+NI_INLINE f32x16 first_of(i32x16 x) { f32x16 r; NI_EACH r.v[i] = bits<vf>(bits<vu>(x.v[i]) << 16); return r; }
+NI_INLINE f32x16 second_of(i32x16 x) { f32x16 r; NI_EACH r.v[i] = bits<vf>(bits<vu>(x.v[i]) & 0xffff0000u); return r; }
 // acc[l] += w[l][0] * a[0] + w[l][1] * a[1], bfloat16 pairs in 32 bits.
 NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
 #if defined(__AVX512BF16__)
   acc.v[0] = (vf)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)w.v[0], (__m512bh)_mm512_set1_epi32(a));
   return acc;
 #else
-  f32x16 even, odd;
-  NI_EACH even.v[i] = bits<vf>(bits<vu>(w.v[i]) << 16);
-  NI_EACH odd.v[i] = bits<vf>(bits<vu>(w.v[i]) & 0xffff0000u);
   const i32x16 both = broadcast(a);  // loaded and then shifted: as scalars they would be moved between registers
-  f32x16 first, second;
-  NI_EACH first.v[i] = bits<vf>(bits<vu>(both.v[i]) << 16);
-  NI_EACH second.v[i] = bits<vf>(bits<vu>(both.v[i]) & 0xffff0000u);
-  return fma(odd, second, fma(even, first, acc));
+  return fma(second_of(w), second_of(both), fma(first_of(w), first_of(both), acc));
 #endif
 }
 
