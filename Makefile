@@ -52,10 +52,8 @@ demo: .venv/installed
 CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page schema)
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
 
-# A process for each core and one more, because a quarter of the time is spent waiting. Of one thread: the native engine and the
-# tests of threads start more of them.
-PARALLEL = OMP_NUM_THREADS=1 PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) \
-  $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+# A process for each core, of one thread: the native engine and the tests of threads start more of them.
+PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS))
 
 test: .venv/installed-test

@@ -94,8 +94,8 @@ NI_INLINE void add_chunk(const WideChunk<WeightType::f16>& chunk, const Tile& t,
 }
 template <int M>
 NI_INLINE void add_chunk(const WideChunk<WeightType::bf16>& chunk, const Tile& t, std::int64_t from, int count, Acc<M>& acc) {
-  constexpr int kPairs = WideChunk<WeightType::bf16>::kMost / 2 * M;
-  alignas(64) float first[kPairs], second[kPairs];
+  constexpr int kSize = WideChunk<WeightType::bf16>::kMost / 2 * M;
+  alignas(64) float first[kSize], second[kSize];
   const std::int32_t* x = t.units<std::int32_t>(from / 2, M);
   for (int u = 0; u < count / 2 * M; u += 16) {  // a row's bytes are a multiple of 64
     const i32x16 pairs = load_ints(x + u);
