@@ -32,7 +32,7 @@ class ServerProcess:
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(60) or not self.url:
+        if not self._ready.wait(180) or not self.url:  # with Ray on a busy machine, more than a minute
             self.process.kill()
             raise AssertionError(f"the server did not start: {self.lines}")
 
