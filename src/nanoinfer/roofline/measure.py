@@ -30,6 +30,9 @@ from nanoinfer.utils import environment
 
 Clock = Callable[[], float]
 MEASURE = "measure"
+_SHORT_ROUNDS = 64
+"""Rounds of arithmetic for each round of reading. They take half a millisecond: on a shared machine, other programs
+seldom leave all cores alone for longer."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,11 @@ def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
     """Return multiplications and additions per second on registers, with the instructions for a weight format."""
     from nanoinfer._native import compute
 
-    num_threads, steps = environment.num_cpus(), max(1, workload.num_bytes >> 8)
+    num_threads, steps = environment.num_cpus(), max(1, workload.num_bytes >> 12)
     done: int = compute(format=name, steps=steps, threads=num_threads)
-    return done / _best(lambda: compute(format=name, steps=steps, threads=num_threads), workload.num_rounds, clock)
+    return done / _best(
+        lambda: compute(format=name, steps=steps, threads=num_threads), _SHORT_ROUNDS * workload.num_rounds, clock
+    )
 
 
 def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
