@@ -41,17 +41,22 @@ def test_every_device_has_a_source_and_knows_its_dtypes() -> None:
 
 def test_measure_takes_the_best_round_of_a_clock() -> None:
     intervals = [4.0, 2.0, 3.0, 0.5, 0.25, 1.0]  # reading, NumPy's float32 product
-    for best in (2.0, 1.0, 0.25):  # float32, bfloat16, int8: the loops on registers
-        intervals += [4.0, best, *[3.0] * (3 * measuring._SHORT_ROUNDS - 2)]
+    # float32, bfloat16, int8: the loops on registers in 3 long rounds of 256 steps and 192 short ones of 16.
+    for long, short in ((2.0, 1.0), (1.0, 2.0), (8.0, 0.25)):
+        intervals += [16.0, long, 8.0, 4.0, short, *[3.0] * 190]
     compute = pytest.importorskip("nanoinfer._native").compute
-    done = {name: compute(format=name, steps=16, threads=num_cpus()) for name in ("float32", "bfloat16", "int8")}
+    done = {
+        (name, steps): compute(format=name, steps=steps, threads=num_cpus())
+        for name in ("float32", "bfloat16", "int8")
+        for steps in (256, 16)
+    }
     times = itertools.chain.from_iterable((100.0 * i, 100.0 * i + d) for i, d in enumerate(intervals))
     ceiling = measure(Workload(num_bytes=1 << 16, matrix_size=8, num_rounds=3), clock=lambda: next(times))
     assert ceiling.bandwidth_bytes_per_sec == (1 << 16) / 2.0
     assert ceiling.flops_per_sec == {
-        "float32": max(2 * 8**3 / 0.25, done["float32"] / 2.0),
-        "bfloat16": done["bfloat16"] / 1.0,
-        "int8": done["int8"] / 0.25,
+        "float32": max(2 * 8**3 / 0.25, done["float32", 256] / 2.0),
+        "bfloat16": done["bfloat16", 256] / 1.0,
+        "int8": done["int8", 16] / 0.25,
     }
     assert ceiling.default_dtype == "float32"
     assert ceiling.memory_bytes is None

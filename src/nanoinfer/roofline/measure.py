@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -30,9 +31,6 @@ from nanoinfer.utils import environment
 
 Clock = Callable[[], float]
 MEASURE = "measure"
-_SHORT_ROUNDS = 64
-"""Rounds of arithmetic for each round of reading. They take half a millisecond: on a shared machine, other programs
-seldom leave all cores alone for longer."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +157,19 @@ def _matmul_flops(dtype: str, device: str, workload: Workload, clock: Clock) -> 
 
 
 def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
-    """Return multiplications and additions per second on registers, with the instructions for a weight format."""
+    """Return multiplications and additions per second on registers, with the instructions for a weight format.
+
+    Long rounds do not show the time to start the threads, and short ones fit between disturbances on a shared machine.
+    """
     from nanoinfer._native import compute
 
-    num_threads, steps = environment.num_cpus(), max(1, workload.num_bytes >> 12)
-    done: int = compute(format=name, steps=steps, threads=num_threads)
-    return done / _best(
-        lambda: compute(format=name, steps=steps, threads=num_threads), _SHORT_ROUNDS * workload.num_rounds, clock
-    )
+    num_threads, speed = environment.num_cpus(), 0.0
+    for divisor, num_rounds in ((1 << 8, workload.num_rounds), (1 << 12, 64 * workload.num_rounds)):
+        steps = max(1, workload.num_bytes // divisor)
+        done: int = compute(format=name, steps=steps, threads=num_threads)
+        seconds = _best(partial(compute, format=name, steps=steps, threads=num_threads), num_rounds, clock)
+        speed = max(speed, done / seconds)
+    return speed
 
 
 def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
