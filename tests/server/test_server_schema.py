@@ -136,10 +136,12 @@ def test_no_generated_request_is_a_server_error(tmp_path: Path) -> None:
     options = ("--engine", "native", "--max-num-seqs", "16", "--access-log", str(tmp_path / "log"))
     with serving(folder, "--served-model-name", MODEL, *options) as server:
         (tmp_path / "openapi.json").write_text(json.dumps(narrowed(server.url)))
+        # One worker: two threads that parse Python at once can fail in CPython before 3.11.8 (python/cpython#106905),
+        # and Hypothesis, which generates the requests, parses the source of lambdas.
         found = subprocess.run(
             [TOOL, "run", "openapi.json", "--url", server.url, "--checks", CHECKS, "--max-examples", str(EXAMPLES),
              "--phases", "examples,coverage,fuzzing", "--no-color", "--request-timeout", "120", "--seed", "1",
-             "--suppress-health-check", "all", "--workers", "2"],
+             "--suppress-health-check", "all", "--workers", "1"],
             cwd=tmp_path, capture_output=True, text=True, timeout=3000,
         )  # fmt: skip
         summary = found.stdout.partition("SUMMARY")[2]
