@@ -60,10 +60,8 @@ NANOINFER_INLINE double exp_nonpositive(double x) {
   y = y * r + 1.0;
   y = y * r + 1.0;
   // y * 2^n in two factors: below 2^-1022 doubles are subnormal, and 2^n itself would be out of range.
-  const bool small = x < -700.0;
-  const std::uint64_t biased = std::bit_cast<std::uint64_t>(shifted) + (small ? 1023 + 128 : 1023);
-  const double power = std::bit_cast<double>(biased << 52);
-  return y * power * (small ? 0x1p-128 : 1.0);
+  const std::uint64_t biased = std::bit_cast<std::uint64_t>(shifted) + (1023 + 128);
+  return y * std::bit_cast<double>(biased << 52) * 0x1p-128;
 }
 
 // Read a logit exactly once, so that the value that is kept is the one that was compared.

@@ -36,6 +36,8 @@ function(add_cpu_sources target)
     ${CPU}/format.cpp ${CPU}/isa.cpp ${CPU}/sampler.cpp ${CPU}/sampler_passes.cpp ${CPU}/sampler_nucleus.cpp)
   # Nor in packing, where compilers for Arm fuse by default: a weight file is packed to the same bytes everywhere.
   set_source_files_properties(${CPU}/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+  # As nobody traps exceptions of floats, loops with conditions can be vectorized without AVX-512 too.
+  set_source_files_properties(${CPU}/sampler_passes.cpp PROPERTIES COMPILE_OPTIONS -fno-trapping-math)
   target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})
   target_link_libraries(${target} PRIVATE Threads::Threads)
   add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
