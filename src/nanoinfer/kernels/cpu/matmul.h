@@ -57,10 +57,10 @@ void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// The most rows whose tiles each unpack the weights; with more, it pays to unpack them once for all (docs/log.md, 2026-11-26).
+// The most rows whose tiles each unpack the weights; for more, they are unpacked once for all (docs/log.md, 2026-11-26 and 27).
 template <WeightType type>
 constexpr std::int64_t kRowsDirect =
-    kWidth < 16 || kPairs ? 2 : BlockFormat(type).bits == 8 ? INT64_MAX : 24;
+    kPairs ? kRowsInt : kWidth < 16 ? 2 : BlockFormat(type).bits == 8 ? INT64_MAX : 24;
 
 template <WeightType type>
 void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
