@@ -170,10 +170,12 @@ def start(code: str, arguments: Sequence[str]) -> tuple[float, int]:
     Raises:
         SystemExit: it printed nothing or failed.
     """
+    # Programs are compiled once, as an installation's are: the first process of each is not counted.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile("w+") as err:
         begin = time.perf_counter()
         with subprocess.Popen(
-            [*PYTHON, _REPORT_PEAK + code, *arguments], stdout=subprocess.PIPE, stderr=err
+            [*PYTHON, _REPORT_PEAK + code, *arguments], stdout=subprocess.PIPE, stderr=err, env=environment
         ) as process:
             assert process.stdout is not None
             first = process.stdout.read(1)
