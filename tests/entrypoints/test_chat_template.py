@@ -159,8 +159,8 @@ def test_attributes_that_the_sandbox_hides_are_empty() -> None:
 
 def test_sizes_of_templates() -> None:
     refuses(lambda: ChatTemplate("x" * 10_000_000), "the chat template has 10000000 characters; the limit is 1048576")
-    text = "{# \u202e #}é\U0001f600\0" * 50_000
-    assert ChatTemplate(text).render([]) == "é\U0001f600\0" * 50_000
+    text = "{# \u202e #}é\U0001f600\0" * 5_000
+    assert ChatTemplate(text).render([]) == "é\U0001f600\0" * 5_000
     for bad in ("", None, 3, b"x"):
         refuses(lambda b=bad: ChatTemplate(b), "is not a Jinja template")
 
