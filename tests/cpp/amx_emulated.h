@@ -12,6 +12,7 @@
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
+#undef _tile_stream_loadd
 #undef _tile_dpbssd
 #undef _tile_dpbsud
 #undef _tile_dpbusd
@@ -21,6 +22,7 @@
 #define _tile_zero emulated_zero
 #define _tile_loadd emulated_loadd
 #define _tile_stored emulated_stored
+#define _tile_stream_loadd emulated_loadd
 #define _tile_dpbssd emulated_dpbssd
 #define _tile_dpbsud emulated_dpbsud
 #define _tile_dpbusd emulated_dpbusd

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace emulated {
@@ -159,6 +160,23 @@ inline __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
   for (int i = 0; i < 16; ++i) to.v[i] = std::fma(x.v[i], y.v[i], to.v[i]);
   return vector<__m512>(to);
 }
+inline __m512 scalef_ps(__m512 a, __m512 b) {
+  auto x = lanes<float>(a);
+  const auto y = lanes<float>(b);
+  for (int i = 0; i < 16; ++i) x.v[i] *= y.v[i] == y.v[i] ? std::exp2(std::floor(y.v[i])) : y.v[i];
+  return vector<__m512>(x);
+}
+inline __m512 reduce_ps(__m512 a, int mode) {  // x - floor(x)
+  auto x = lanes<float>(a);
+  if (mode != (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)) std::abort();
+  for (float& v : x.v) v = std::isinf(v) ? 0 : v - std::floor(v);
+  return vector<__m512>(x);
+}
+inline __m512 rcp14_ps(__m512 a) {  // the relative error of the instruction is at most 2^-14
+  auto x = lanes<float>(a);
+  for (float& v : x.v) v = (1 + 0x1p-15f) / v;
+  return vector<__m512>(x);
+}
 inline float reduce_add_ps(__m512 a) {  // in the order of the compiler's: halves, then halves of these
   auto x = lanes<float>(a);
   for (int step = 8; step; step /= 2)
@@ -193,6 +211,13 @@ inline bf16x32 cvtne2ps_pbh(__m512 high, __m512 low) {
   for (int i = 0; i < 16; ++i) to[i] = to_bf16(a.v[i]), to[i + 16] = to_bf16(b.v[i]);
   return to;
 }
+typedef u16 bf16x16 __attribute__((vector_size(32)));
+inline bf16x16 cvtneps_pbh(__m512 a) {
+  const auto x = lanes<float>(a);
+  bf16x16 to;
+  for (int i = 0; i < 16; ++i) to[i] = to_bf16(x.v[i]);
+  return to;
+}
 inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
   auto to = lanes<float>(sums);
   for (int i = 0; i < 16; ++i) {
@@ -211,6 +236,7 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define __AVX512BF16__ 1
 #endif
 #define __m512bh emulated::bf16x32
+#define __m256bh emulated::bf16x16
 #define _mm512_abs_epi8 emulated::abs_epi8
 #define _mm512_add_epi32 emulated::add_epi32
 #define _mm512_and_si512 emulated::and_si512
@@ -220,6 +246,7 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #define _mm512_cvtepu8_epi32 emulated::cvtepu8_epi32
 #define _mm512_cvtne2ps_pbh emulated::cvtne2ps_pbh
+#define _mm512_cvtneps_pbh emulated::cvtneps_pbh
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
@@ -231,10 +258,14 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_maddubs_epi16 emulated::maddubs_epi16
 #define _mm512_mask_sub_epi8 emulated::mask_sub_epi8
 #define _mm512_movepi8_mask emulated::movepi8_mask
+#define _mm512_rcp14_ps emulated::rcp14_ps
 #define _mm512_reduce_add_epi32 emulated::reduce_add_epi32
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
 #define _mm512_reduce_max_epi32 emulated::reduce_max_epi32
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
+#undef _mm512_reduce_ps
+#define _mm512_reduce_ps emulated::reduce_ps
+#define _mm512_scalef_ps emulated::scalef_ps
 #define _mm512_set1_epi16 emulated::set1_epi16
 #define _mm512_set1_epi32 emulated::set1_epi32
 #define _mm512_set1_epi8 emulated::set1_epi8

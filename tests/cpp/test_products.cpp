@@ -62,22 +62,24 @@ Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t 
   return y;
 }
 
-// What a row of activations is rounded to.
-std::vector<double> activations(WeightType type, const float* x, std::int64_t n) {
+// What a row of activations is rounded to. With AMX, rows for i8 have one scale and 16 bits.
+std::vector<double> activations(const Kernels& k, WeightType type, const float* x, std::int64_t n) {
   std::vector<double> a(x, x + n);
+  const bool digits = type == WeightType::i8 && std::string(k.name).starts_with("amx");
   if (type == WeightType::bf16)
     for (double& v : a) v = as_bf16(static_cast<float>(v));
-  if (const std::int64_t group = group_of(type))
+  if (const std::int64_t group = digits ? n : group_of(type))
     for (std::int64_t g = 0; g < n; g += group) {
       const std::int64_t size = std::min(group, n - g);
-      const float most = largest(x + g, size), inverse = 127.0f / most, scale = most / 127.0f;
+      const float integer = digits ? 127 << 8 : 127;
+      const float most = largest(x + g, size), inverse = integer / most, scale = most / integer;
       for (std::int64_t i = g; i < g + size; ++i) a[i] = std::nearbyint(x[i] * inverse) * static_cast<double>(scale);
     }
   return a;
 }
 
 void check_row(Test& t, const Kernels& k, const Packed& w, const float* x, const float* got) {
-  const std::vector<double> a = activations(w.m.type, x, w.m.in);
+  const std::vector<double> a = activations(k, w.m.type, x, w.m.in);
   for (std::int64_t o = 0; o < w.m.out; ++o) {
     const Floats weights = w.row(o);
     double sum = w.bias[o], magnitude = std::fabs(w.bias[o]);

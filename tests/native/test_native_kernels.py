@@ -35,23 +35,27 @@ def bf16(x: Array) -> Array:
     return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
 
 
-def int8_groups(x: Array) -> Array:
-    """What rows of activations are as int8: (rows, in) -> (rows, in) float64."""
+def integers(x: Array, group: int, integer: int) -> Array:
+    """What rows of activations are as integers up to `integer`, a scale for each group: (rows, in), in float64."""
     out = np.zeros(x.shape)
-    for at in range(0, x.shape[1], GROUP):
-        group = x[:, at : at + GROUP]
-        most = np.abs(group).max(1, keepdims=True)
+    for at in range(0, x.shape[1], group):
+        part = x[:, at : at + group]
+        most = np.abs(part).max(1, keepdims=True)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            inverse = np.where(most > 1e-30, np.float32(127) / most, np.float32(0))
-        q = np.rint((group * inverse).astype(np.float32))
-        out[:, at : at + GROUP] = q * (most / np.float32(127)).astype(np.float64)
+            inverse = np.where(most > 1e-30, np.float32(integer) / most, np.float32(0))
+        q = np.rint((part * inverse).astype(np.float32))
+        out[:, at : at + group] = q * (most / np.float32(integer)).astype(np.float64)
     return out
 
 
-def activations(x: Array, fmt: str) -> Array:
+def activations(x: Array, fmt: str, isa: str) -> Array:
     if fmt in ("float32", "float16"):
         return x.astype(np.float64)
-    return bf16(x).astype(np.float64) if fmt == "bfloat16" else int8_groups(x)
+    if fmt == "bfloat16":
+        return bf16(x).astype(np.float64)
+    if fmt == "int8" and isa == "amx":  # 16 bits, one scale of a row
+        return integers(x, x.shape[1], 127 << 8)
+    return integers(x, GROUP, 127)
 
 
 def gelu(x: Array, epilogue: str) -> Array:
@@ -69,9 +73,18 @@ def random(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
+def test_more_inputs_than_sums_of_int8_can_hold() -> None:
+    weights = np.full((1, 131_073), 127, np.float32)
+    for isa in ISAS:
+        with pytest.raises(ValueError, match="a matrix of 131073 inputs in int8: the limit is 131072; use int4"):
+            multiply(weights, weights, "int8", isa)
+        most = multiply(weights[:, 1:], weights[:, 1:], "int8", isa)
+        assert most[0, 0] == pytest.approx(131_072 * 127**2, rel=1e-4)
+
+
 def check_product(weights: Array, x: Array, fmt: str, isa: str, bias: Array = None) -> None:
     w = _native.unpack(weights=weights, format=fmt).astype(np.float64)
-    a = activations(x, fmt)
+    a = activations(x, fmt, isa)
     b = np.zeros(len(w)) if bias is None else bias.astype(np.float64)
     expected, magnitude = a @ w.T + b, np.abs(a) @ np.abs(w).T + np.abs(b)
     got = multiply(weights, x, fmt, isa, bias)

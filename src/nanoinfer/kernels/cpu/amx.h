@@ -1,27 +1,35 @@
 // Matrix products with AMX: tiles of 16 rows of activations times 16 outputs, in bfloat16 and in all formats whose
-// activations are int8.
+// activations are integers.
 // Part of kernels.cpp, which includes it in the namespace of the instruction set `amx`.
 //
 // A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of activations (16 rows, 32 bfloat16, or a
 // group of 32 or 64 int8) by a tile of weights (as many inputs, 16 outputs), whose layout is that of half a panel.
-// Activations are therefore not interleaved as products.h has it (Tile). The bytes of 16 rows of bfloat16 lie tile after
-// tile, so that a thread reads them as one stream; rows of int8 lie as they are. The rows after the last one, up to a
-// multiple of 16, are read and their results dropped, so the memory of prepared rows must be that large (padded_rows).
-// Weights in bfloat16 are multiplied as they lie; others are unpacked to signed bytes, which many rows share.
+// Activations are therefore not interleaved as products.h has it (Tile).
+//
+// bfloat16 and i8: the sums stay in tile registers, and weights are multiplied as they lie. A scale for each group of int8
+// would have every tile of sums stored and scaled, which takes longer than its product; two digits for each number, which is
+// another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of 16 rows follow each other, so that a thread
+// reads them as one stream. The rows after the last one, up to a multiple of 16, are read and their results dropped, so
+// the memory of prepared rows must be that large (padded_rows).
+// Other formats have scales of groups of weights: these are unpacked to signed bytes, which many rows share, and multiplied by
+// rows of int8 as they lie.
 //
 // A row's result does not depend on the number of rows. bfloat16 always takes this path: its instruction adds in an
-// order of its own. Products of int8 are exact, so few rows take the faster path of products.h, with the same result.
+// order of its own. Sums of integers are exact, so few rows take vector registers, with the same result.
 #pragma once
 
 #include "blocks.h"
 
 constexpr std::int64_t kTileRows = 16, kTileBytes = kTileRows * 64;
+constexpr std::int64_t kRowsAtOnce = 256, kBlockRows = 512;
 // As kRowBlockBytes: CPUs with AMX have 2 MiB of second-level cache. Each block reads the weights again.
-constexpr std::size_t kRowBlockBytesAmx = 768 << 10;
+constexpr std::size_t kRowBlockBytesAmx = 832 << 10;
 // With fewer rows, VNNI is faster: it computes no padding. Groups of 32 inputs use half of a tile register.
+constexpr std::int64_t kRowsDigits = 2;
 constexpr std::int64_t rows_amx_int8(WeightType type) { return 2 * kRowsInt * kGroup / group_of(type); }
 
 NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
+  if (type == WeightType::i8) return rows > kRowsDigits;
   return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
 }
 
@@ -49,114 +57,243 @@ struct TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-// Write row `row` of the activations of a product in bfloat16. The conversion makes subnormal numbers zero, as the product
-// of tiles does.
-NI_INLINE void prepare_bf16_tiles(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
+NI_INLINE void zero_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// How prepared rows lie for sums that stay in tiles: blocks of rows, in which a step's two tiles follow each other, and then the
+// next step's. bfloat16: 32 inputs of up to 16 rows and of the next 16. i8: 64 inputs of up to 16 rows, their first digits
+// and then their second. Fewer rows make lower tiles, so that no other row is loaded.
+struct TileRows {
+  std::int64_t height, tiles;  // rows of a tile; tiles of a step
+
+  NI_INLINE TileRows of(bool digits, std::int64_t rows) {
+    return {rows < kTileRows ? rows : kTileRows, digits || rows > kTileRows ? 2 : 1};
+  }
+  std::int64_t step_bytes() const { return tiles * height * 64; }
+};
+
+// Write row `row` of `rows` rows in bfloat16. The conversion makes subnormal numbers zero, as the product of tiles does.
+NI_INLINE void prepare_bf16_tiles(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
                                   std::size_t stride, std::uint8_t* out) {
-  std::uint8_t* to = out + row / kTileRows * kTileRows * stride + row % kTileRows * 64;
-  for (std::int64_t k = 0; k < depth; k += 32, to += kTileBytes) {
+  const TileRows layout = TileRows::of(/*digits=*/false, rows);
+  const std::int64_t at = row % (layout.tiles * layout.height);
+  std::uint8_t* to = out + (row - at) * stride + at * 64;
+  for (std::int64_t k = 0; k < depth; k += 32, to += layout.step_bytes()) {
     const f32x16 low = load_first(x + k, n - k), high = load_first(x + k + 16, n - k - 16);
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high.v[0], (__m512)low.v[0]);
     __builtin_memcpy(to, &both, 64);
   }
 }
 
-// Up to 32 rows times one panel: four tiles of sums. The tiles of rows 16 to 31 are `next` bytes after those of the first.
-NI_INLINE void amx_bf16_step(const std::uint8_t* x, std::int64_t next, const std::uint8_t* w, bool second) {
-  _tile_loadd(4, x, 64);
-  _tile_loadd(6, w, 128);
-  _tile_loadd(7, w + 64, 128);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  if (second) {
-    _tile_loadd(5, x + next, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+// `once`: a hint that the memory is not loaded again soon.
+#define NI_LOAD_TILE(once, tile, from, stride)                \
+  if constexpr (once) _tile_stream_loadd(tile, from, stride); \
+  else _tile_loadd(tile, from, stride)
+
+// A step multiplies up to two tiles of activations by two tiles of weights, and adds to up to four tiles of sums.
+constexpr std::int64_t kStepBytes = 2 * kTileBytes;  // of weights
+template <WeightType type>
+struct Steps {
+  static constexpr bool kDigits = type == WeightType::i8;
+  static constexpr std::int64_t kRows = kDigits ? kTileRows : 2 * kTileRows, kInputs = kDigits ? 64 : 32;
+
+  // many: the weights stay in the first-level cache, and the activations pass through it; or the other way round.
+  template <bool many>
+  NI_INLINE void multiply(const std::uint8_t* x, std::int64_t tile, const std::uint8_t* w, bool second) {
+    NI_LOAD_TILE(many, 4, x, 64);
+    NI_LOAD_TILE(!many, 6, w, 128);
+    NI_LOAD_TILE(!many, 7, w + 64, 128);
+    if constexpr (kDigits) {
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
+      NI_LOAD_TILE(many, 5, x + tile, 64);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (!second) return;
+      NI_LOAD_TILE(many, 5, x + tile, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
+};
+
+// The outputs of a row from its sums of both digits. They do not overflow for up to kMostInputsInt8 inputs (layout.h).
+NI_INLINE f32x16 of_digits(i32x16 high, i32x16 low, float row_scale, f32x16 scale, f32x16 bias) {
+  return fma(fma(to_float(high), broadcast(256.0f), to_float(low)), broadcast(row_scale) * scale, bias);
 }
 
-// The sums of up to 32 rows and one panel. Their epilogue is computed by the vector units while the tiles of the next
-// block are multiplied: one after the other, both would take a third longer.
-struct alignas(64) AmxBlock {
-  float sums[2 * kTileRows][kPanel];
+// The sums of some rows and one panel, as they are stored. Their epilogue is computed by the vector units while the tiles of
+// the next block are multiplied: one after the other, both would take a third longer.
+template <WeightType type>
+struct alignas(64) SumsOfPanel {
+  std::int32_t sums[2 * kTileRows][kPanel];  // float32 in bfloat16; i8: those of the second digits follow those of the first
   std::int64_t panel = 0, row = 0;
   std::int64_t rows = 0, done = 0;  // how many there are, and how many are written
 
   __attribute__((always_inline)) void finish_some(const MatmulTask& task, std::int64_t most) {
+    const Matrix& m = *task.w;
     const std::int64_t end = rows - done < most ? rows : done + most, column = panel * kPanel;
-    const float* bias = task.w->bias + column;
-    for (float* y = task.y + (row + done) * task.y_stride + column; done < end; ++done, y += task.y_stride)
-      NI_HALVES store(y + 16 * h, finish(task, load(sums[done] + 16 * h) + load(bias + 16 * h), y + 16 * h));
+    float* y = task.y + (row + done) * task.y_stride + column;
+    for (; done < end; ++done, y += task.y_stride)
+      NI_HALVES {
+        const std::int32_t* own = sums[done] + 16 * h;
+        const f32x16 bias = load(m.bias + column + 16 * h);
+        f32x16 sum;
+        if constexpr (Steps<type>::kDigits) {
+          const std::int64_t height = TileRows::of(/*digits=*/true, task.rows).height;
+          const float* scale = (const float*)(task.x + row * task.x_stride + 2 * height * m.depth) + done;
+          const std::int32_t* shift = (const std::int32_t*)scale + height;
+          const i32x16 high = load_ints(own) + broadcast(shift[0]);
+          const i32x16 low = load_ints(own + kTileRows * kPanel) + broadcast(shift[height]);
+          sum = of_digits(high, low, *scale, load(m.scale + column + 16 * h), bias);
+        } else {
+          sum = load((const float*)own) + bias;
+        }
+        store(y + 16 * h, finish(task, sum, y + 16 * h));
+      }
+  }
+  NI_INLINE void load_tiles(const std::int32_t (*from)[kPanel]) {
+    _tile_loadd(0, from[0], kPanel * 4);
+    _tile_loadd(1, from[0] + 16, kPanel * 4);
+    _tile_loadd(2, from[kTileRows], kPanel * 4);
+    _tile_loadd(3, from[kTileRows] + 16, kPanel * 4);
+  }
+  NI_INLINE void store_tiles(std::int32_t (*to)[kPanel]) {
+    _tile_stored(0, to[0], kPanel * 4);
+    _tile_stored(1, to[0] + 16, kPanel * 4);
+    _tile_stored(2, to[kTileRows], kPanel * 4);
+    _tile_stored(3, to[kTileRows] + 16, kPanel * 4);
   }
 };
 
-constexpr std::int64_t kPrefetch = 4 << 10;
-// While the rows are multiplied by a panel, in `parts` calls, the next panel is prefetched. A single call has no time for
-// that and prefetches kPrefetch bytes ahead. `before` is finished, and `block` filled.
-inline void amx_bf16(const MatmulTask& task, std::int64_t part, std::int64_t parts, AmxBlock& before, AmxBlock& block) {
-  constexpr std::int64_t kInputs = 32, kBytes = kInputs * kPanel * 2;
+constexpr std::int64_t kPrefetch = 16 << 10;
+constexpr std::int64_t kMostSteps = 12;  // 24 KiB of weights, which stay in the first-level cache for all rows
+
+// Rows [top, bottom), at most kBlockRows, times one panel, in chunks of the inputs. While the rows are multiplied by a chunk,
+// the next one is prefetched. A single block of rows has no time for that and prefetches kPrefetch bytes ahead.
+template <WeightType type, bool many>
+inline void multiply_panel(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom,
+                           SumsOfPanel<type> (&blocks)[2], int& last) {
+  using S = Steps<type>;
   const Matrix& m = *task.w;
-  const std::uint8_t *w = m.data + block.panel * m.panel_bytes, *x = task.x + block.row * task.x_stride;
-  const bool second = block.rows > kTileRows;
-  const std::int64_t next = kTileRows * task.x_stride, steps = m.depth / kInputs;
-  const std::int64_t share = (kBytes / parts + 63) / 64 * 64;
-  const std::uint8_t* ahead = parts == 1 ? w + kPrefetch : w + m.panel_bytes + part * share * steps;
-  const std::int64_t some = before.rows / (steps + 1) + 1;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (std::int64_t k = 0; k < steps; ++k, w += kBytes, x += kTileBytes, ahead += share) {
-    for (std::int64_t at = 0; at < share; at += 64) prefetch_l2(ahead + at);
-    amx_bf16_step(x, next, w, second);
-    before.finish_some(task, some);
-  }
-  if (const std::int64_t rest = m.depth - steps * kInputs) {  // the panel ends inside a tile; prepared rows end with zeros
-    alignas(64) std::uint8_t last[kBytes] = {};
-    __builtin_memcpy(last, w, rest * kPanel * 2);
-    finish_stores();
-    amx_bf16_step(x, next, last, second);
-  }
-  before.finish_some(task, before.rows);
-  _tile_stored(0, block.sums[0], kPanel * 4);
-  _tile_stored(1, block.sums[0] + 16, kPanel * 4);
-  if (second) {
-    _tile_stored(2, block.sums[kTileRows], kPanel * 4);
-    _tile_stored(3, block.sums[kTileRows] + 16, kPanel * 4);
+  const TileRows layout = TileRows::of(S::kDigits, task.rows);
+  const std::int64_t step_bytes = layout.step_bytes(), tile = layout.height * 64;
+  const std::int64_t steps = m.depth / S::kInputs, rest = m.depth - steps * S::kInputs;
+  const std::int64_t count = (bottom - top + S::kRows - 1) / S::kRows;  // of blocks
+  const std::int64_t chunks = count <= 2 || steps < kMostSteps ? 1 : (steps + kMostSteps - 1) / kMostSteps;
+  alignas(64) std::int32_t partial[chunks == 1 ? 1 : count][2 * kTileRows][kPanel];
+  for (std::int64_t c = 0; c < chunks; ++c) {
+    const std::int64_t from = steps * c / chunks, to = steps * (c + 1) / chunks;
+    const std::uint8_t* const begin = m.data + panel * m.panel_bytes + from * kStepBytes;
+    const std::int64_t share = (kStepBytes / count + 63) / 64 * 64;
+    const bool ends = c == chunks - 1;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t row = top + i * S::kRows, rows = bottom - row < S::kRows ? bottom - row : S::kRows;
+      const std::uint8_t *w = begin, *x = task.x + row * task.x_stride + from * step_bytes;
+      const std::uint8_t* ahead = count == 1 ? w + kPrefetch : begin + (to - from) * kStepBytes + i * share * (to - from);
+      const bool second = rows > kTileRows;
+      SumsOfPanel<type>& before = blocks[last];
+      const std::int64_t first = from + (to - from) / 4, some = before.rows / (to - first + 1) + 1;
+      if (c == 0) zero_tiles();
+      else SumsOfPanel<type>::load_tiles(partial[i]);
+      for (std::int64_t k = from; k < to; ++k, w += kStepBytes, x += step_bytes, ahead += share) {
+        for (std::int64_t at = 0; at < share; at += 64) prefetch_l2(ahead + at);
+        S::template multiply<many>(x, tile, w, second);
+        if (k >= first) before.finish_some(task, some);
+      }
+      if (!ends) {
+        SumsOfPanel<type>::store_tiles(partial[i]);
+        continue;
+      }
+      if (rest) {  // the panel ends inside a tile; prepared rows end with zeros
+        alignas(64) std::uint8_t copy[kStepBytes] = {};
+        __builtin_memcpy(copy, w, rest * kPanel * 2);
+        finish_stores();
+        S::template multiply<many>(x, tile, copy, second);
+      }
+      before.finish_some(task, before.rows);
+      SumsOfPanel<type>& block = blocks[last ^= 1];
+      block.panel = panel, block.row = row, block.rows = rows, block.done = 0;
+      SumsOfPanel<type>::store_tiles(block.sums);
+    }
   }
 }
 
-// Weights in i8 or i4 of 16 outputs and up to kChunk inputs: signed bytes, tile after tile, and what the groups are
-// multiplied with.
+template <WeightType type>
+void matmul_tiles(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kRows = Steps<type>::kRows;
+  const TileRegisters registers(64, TileRows::of(Steps<type>::kDigits, task.rows).height, 64);
+  std::int64_t height = (std::int64_t)(kRowBlockBytesAmx / task.x_stride) / kRows * kRows;
+  if (height < kRows) height = kRows;
+  if (height > kBlockRows) height = kBlockRows;
+  SumsOfPanel<type> blocks[2];  // the last one and this one, in turn
+  int last = 0;
+  for (std::int64_t top = 0; top < task.rows; top += height)
+    for (std::int64_t panel = begin; panel < end; ++panel) {
+      const std::int64_t bottom = top + height < task.rows ? top + height : task.rows;
+      const auto multiply = bottom - top > kRows ? multiply_panel<type, true> : multiply_panel<type, false>;
+      multiply(task, panel, top, bottom, blocks, last);
+    }
+  blocks[last].finish_some(task, blocks[last].rows);
+}
+
+// M rows in i8, whose digits are interleaved: 4 inputs of each row's first digits, then of their second digits.
+template <int M>
+void multiply_digits(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const Matrix& m = *task.w;
+  const std::int64_t quads = m.depth / 4;
+  const float* row_scale = (const float*)(task.x + 2 * m.depth * M);
+  const std::int32_t* shift = (const std::int32_t*)row_scale + M;
+  for (std::int64_t panel = begin; panel < end; ++panel) {
+    const std::uint8_t* w = m.data + panel * m.panel_bytes;
+    const std::int32_t* x = (const std::int32_t*)task.x;
+    i32x16 dot[M][2][2];  // row, digit, half
+    NI_ROWS for (int d = 0; d < 2; ++d) NI_HALVES dot[m][d][h] = broadcast(shift[d * M + m]);
+    for (std::int64_t k = 0; k < quads; ++k, w += kLine, x += 2 * M) {
+      for (int at = 0; at < 128; at += 64) prefetch_l2(w + kPrefetchRowInt4 + at);
+      const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
+      NI_ROWS NI_UNROLL(2) for (int d = 0; d < 2; ++d) {
+        dot[m][d][0] = dot4(dot[m][d][0], w0, x[d * M + m]);
+        dot[m][d][1] = dot4(dot[m][d][1], w1, x[d * M + m]);
+      }
+    }
+    f32x16 sums[M][2];
+    NI_HALVES {
+      const std::int64_t column = panel * kPanel + 16 * h;
+      const f32x16 bias = load(task.w->bias + column), scale = load(task.w->scale + column);
+      NI_ROWS sums[m][h] = of_digits(dot[m][0][h], dot[m][1][h], row_scale[m], scale, bias);
+    }
+    finish_rows(task, panel, 0, M, sums);
+  }
+}
+
+// Weights in i4 of 16 outputs and up to kChunk inputs: bytes, tile after tile, and what the groups are multiplied with.
 constexpr std::int64_t kChunk = 1024;  // 16 KiB of weights, which stay in the first-level cache
 struct alignas(64) AmxWeights {
   std::uint8_t tiles[kChunk * 16];
-  float scale[kChunk / kGroup][16];  // i8 has one for all groups, which the epilogue multiplies with
-  float zero[kChunk / kGroup][16];
+  float scale[kChunk / kGroup][16], zero[kChunk / kGroup][16];
 };
 
 // Unpack the groups [from, from + count) of half a panel.
-template <WeightType type>
 inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64_t from, std::int64_t count, AmxWeights& to) {
-  constexpr bool kNibbles = type == WeightType::i4;
-  constexpr std::int64_t kBytes = kGroup * kPanel / (kNibbles ? 2 : 1);  // of a group
+  constexpr std::int64_t kBytes = kGroup * kPanel / 2;  // of a group
   const std::uint8_t* data = m.data + panel * m.panel_bytes;
-  const std::uint8_t *meta = data + from * kInt4Group, *w = data + (kNibbles ? int4_numbers(m.depth) : 0) + from * kBytes;
+  const std::uint8_t *meta = data + from * kInt4Group, *w = data + int4_numbers(m.depth) + from * kBytes;
   std::uint8_t* tile = to.tiles;
   for (std::int64_t g = 0; g < count; ++g, tile += kGroup * 16, meta += kInt4Group) {
-    if constexpr (kNibbles) {
-      store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
-      store(to.zero[g], load_u8(meta + kInt4Zeros + 16 * half));
-    }
+    store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
+    store(to.zero[g], load_u8(meta + kInt4Zeros + 16 * half));
     for (std::int64_t line = 0; line < kBytes / kLine; ++line, w += kLine) {
-      const __m512i q = _mm512_loadu_si512(w + 64 * half);
-      if constexpr (kNibbles) {  // the high halves are inputs of the second half of the group
-        const __m512i mask = _mm512_set1_epi8(15);
-        _mm512_store_si512(tile + 64 * line, _mm512_and_si512(q, mask));
-        _mm512_store_si512(tile + kGroup * 8 + 64 * line, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
-      } else {
-        _mm512_store_si512(tile + 64 * line, _mm512_xor_si512(q, _mm512_set1_epi8(-128)));
-      }
+      const __m512i q = _mm512_loadu_si512(w + 64 * half), mask = _mm512_set1_epi8(15);
+      _mm512_store_si512(tile + 64 * line, _mm512_and_si512(q, mask));  // the high halves are inputs of the second half of the group
+      _mm512_store_si512(tile + kGroup * 8 + 64 * line, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
     }
   }
 }
@@ -195,11 +332,9 @@ struct NextPanel {
 
 #define NI_TILE_ROWS NI_UNROLL(16) for (int r = 0; r < kTileRows; ++r)
 
-// Rows [top, bottom), at most kRowsAtOnce, times half a panel. A group of inputs is one tile; its exact sums are scaled
+// Rows [top, bottom), at most kRowsAtOnce, times half a panel in i4. A group of inputs is one tile; its exact sums are scaled
 // and added to a vector for each row, as in products.h.
-constexpr std::int64_t kRowsAtOnce = 256;
-template <WeightType type>
-inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::int64_t top, std::int64_t bottom) {
+inline void amx_i4(const MatmulTask& task, std::int64_t panel, int half, std::int64_t top, std::int64_t bottom) {
   constexpr std::int64_t kGroups = kChunk / kGroup;
   const Matrix& m = *task.w;
   const std::int64_t groups = m.depth / kGroup, column = panel * kPanel + 16 * half;
@@ -210,7 +345,7 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
   alignas(64) float sums[kRowsAtOnce][16];  // of the inputs before this chunk
   for (std::int64_t from = 0; from < groups; from += kGroups) {
     const std::int64_t count = groups - from < kGroups ? groups - from : kGroups;
-    unpack_amx<type>(m, panel, half, from, count, weights);
+    unpack_amx(m, panel, half, from, count, weights);
     finish_stores();
     for (std::int64_t row = top; row < bottom; row += kTileRows) {
       const std::uint8_t* x = task.x + row * task.x_stride;
@@ -229,21 +364,19 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
             const f32x16 scale = load(weights.scale[g]), zero = load(weights.zero[g]);
             NI_TILE_ROWS {
               const float* of_row = scales + r * stride + g;
-              const f32x16 own = broadcast(*of_row), shift = broadcast(of_row[groups]), sum = to_float(load_ints(dot[r]));
-              if (type == WeightType::i8) acc[r] = fma(sum, own, acc[r]);
-              else acc[r] = fma(fma(zero, shift, sum), scale * own, acc[r]);
+              const f32x16 sum = fma(zero, broadcast(of_row[groups]), to_float(load_ints(dot[r])));
+              acc[r] = fma(sum, scale * broadcast(*of_row), acc[r]);
             }
           });
       if (from + count < groups) {
         NI_TILE_ROWS store(sums[row - top + r], acc[r]);
         continue;
       }
-      const f32x16 bias = load(m.bias + column), scale = load(m.scale + column);
+      const f32x16 bias = load(m.bias + column);
       NI_TILE_ROWS {
         if (row + r >= bottom) break;
         float* y = task.y + (row + r) * task.y_stride + column;
-        const f32x16 sum = type == WeightType::i8 ? fma(acc[r], scale, bias) : acc[r] + bias;
-        store(y, finish(task, sum, y));
+        store(y, finish(task, acc[r] + bias, y));
       }
     }
   }
@@ -325,40 +458,19 @@ void matmul_amx_int(const MatmulTask& task, std::int64_t begin, std::int64_t end
     for (std::int64_t panel = begin; panel < end; ++panel)
       if constexpr (has_blocks(type)) amx_blocks<type>(task, panel, top, bottom);
       else
-        for (int half = 0; half < 2; ++half) amx_int<type>(task, panel, half, top, bottom);
+        for (int half = 0; half < 2; ++half) amx_i4(task, panel, half, top, bottom);
   }
-}
-
-void matmul_amx_bf16(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const TileRegisters registers;
-  constexpr std::int64_t kStep = 2 * kTileRows;
-  std::int64_t height = (std::int64_t)(kRowBlockBytesAmx / task.x_stride) / kStep * kStep;
-  if (height < kStep) height = kStep;
-  AmxBlock blocks[2];  // the last one and this one, in turn
-  int last = 0;
-  for (std::int64_t top = 0; top < task.rows; top += height) {
-    const std::int64_t bottom = top + height < task.rows ? top + height : task.rows, parts = (bottom - top + kStep - 1) / kStep;
-    for (std::int64_t panel = begin; panel < end; ++panel) {
-      for (std::int64_t row = top; row < bottom; row += kStep) {
-        AmxBlock &before = blocks[last], &block = blocks[last ^= 1];
-        block.panel = panel, block.row = row, block.done = 0;
-        block.rows = bottom - row < kStep ? bottom - row : kStep;
-        amx_bf16(task, (row - top) / kStep, parts, before, block);
-      }
-    }
-  }
-  blocks[last].finish_some(task, blocks[last].rows);
 }
 
 void matmul_amx(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   switch (task.w->type) {
-    case WeightType::i8: return matmul_amx_int<WeightType::i8>(task, begin, end);
+    case WeightType::i8: return matmul_tiles<WeightType::i8>(task, begin, end);
     case WeightType::i4: return matmul_amx_int<WeightType::i4>(task, begin, end);
 #define NI_PRODUCT(name) \
   case WeightType::name: return matmul_amx_int<WeightType::name>(task, begin, end);
     NI_BLOCK_FORMATS(NI_PRODUCT)
 #undef NI_PRODUCT
-    default: return matmul_amx_bf16(task, begin, end);
+    default: return matmul_tiles<WeightType::bf16>(task, begin, end);
   }
 }
 

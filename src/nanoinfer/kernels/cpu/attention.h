@@ -47,6 +47,10 @@ struct Queries {
     const auto put = [&](std::int64_t d, int word, auto x) __attribute__((always_inline)) {
       alignas(64) Unit narrow[16 / C::kUnit];
       C::narrow(x, narrow);
+      if constexpr (tiles) {  // which end with zeros
+        __builtin_memcpy(units + place(d / C::kUnit, word, m), narrow, sizeof narrow);
+        return;
+      }
       for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < t.head_dim; ++u)
         units[place(d / C::kUnit + u, word, m)] = narrow[u];
     };
@@ -142,41 +146,36 @@ template <CacheType type>
 constexpr std::int64_t kSpanUnits = kSpan / CacheOf<type>::kUnit;
 constexpr float kMostWeight = 32767.0f;  // of int8 values
 
-// Write the weights of kSpan positions as units in the place of their scores, and add them to `total`: as they are rounded,
-// but for int8. There `scales` are those of the values, the words are followed by the scale of all, and `check` becomes NaN if
-// a scale is.
+// Write the weights of kSpan positions as units in the place of their scores, and add them to `total` as they are rounded.
 template <CacheType type>
-NI_INLINE void store_weights(f32x16* e, const f32x16* scales, float* to, f32x16& total, f32x16& check) {
+NI_INLINE void store_weights(const f32x16* e, float* to, f32x16& total) {
   using C = CacheOf<type>;
   constexpr std::int64_t kUnits = kBlock / C::kUnit;
-  if constexpr (type == CacheType::i8) {
-    f32x16 top = broadcast(0.0f);
-    for (int b = 0; b < kSpanBlocks; ++b) {
-      total = total + e[b];
-      e[b] = e[b] * scales[b];
-      check = fma(e[b], broadcast(0.0f), check);
-      top = max(e[b], top);
-    }
-    const float most = largest(top);
-    const f32x16 inverse = broadcast(most > 1e-30f ? kMostWeight / most : 0.0f);
-    for (int b = 0; b < kSpanBlocks; ++b) {
-      const i32x16 x = round(e[b] * inverse);
-      Unit* const units = (Unit*)to + C::place(b * kUnits, 0);
-      if constexpr (kMultiplies16) {
-        store_pairs(units, x);
-      } else {
-        C::narrow(x >> 8, units);
-        C::narrow(x, units + kSpanUnits<type>);
-      }
-    }
-    to[2 * kSpanUnits<type>] = most / kMostWeight;
-  } else {
-    for (int b = 0; b < kSpanBlocks; ++b) {
-      C::narrow(e[b], (Unit*)to + b * kUnits);
-      total = total + C::widen((const Unit*)to + b * kUnits);
-    }
+  for (int b = 0; b < kSpanBlocks; ++b) {
+    C::narrow(e[b], (Unit*)to + b * kUnits);
+    total = total + C::widen((const Unit*)to + b * kUnits);
   }
 }
+// int8: the weights, which are multiplied by the scales of the values already, lie where their units go. These are followed
+// by the scale of all; `most` is the largest weight.
+NI_INLINE void store_weights(float* to, float most) {
+  using C = CacheOf<CacheType::i8>;
+  constexpr std::int64_t kUnits = kBlock / C::kUnit;
+  const f32x16 inverse = broadcast(most > 1e-30f ? kMostWeight / most : 0.0f);
+  i32x16 x[kSpanBlocks];
+  for (int b = 0; b < kSpanBlocks; ++b) x[b] = round(load(to + b * kBlock) * inverse);
+  for (int b = 0; b < kSpanBlocks; ++b) {
+    Unit* const units = (Unit*)to + C::place(b * kUnits, 0);
+    if constexpr (kMultiplies16) {
+      store_pairs(units, x[b]);
+    } else {
+      C::narrow(x[b] >> 8, units);
+      C::narrow(x[b], units + kSpanUnits<CacheType::i8>);
+    }
+  }
+  to[2 * kSpanUnits<CacheType::i8>] = most / kMostWeight;
+}
+constexpr int kSpansAtOnce = 4;  // int8: largest weights that are computed before the first is needed
 
 // Turn the scores of row m into weights, in place; those of other positions than its own become 0. They are not divided by
 // their sum. s[0] is position `base`, a multiple of kSpan, and `length` as well.
@@ -186,14 +185,15 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
   f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f), check = broadcast(0.0f);
   for (std::int64_t i = begin / kBlock * kBlock; i < end; i += kBlock)
     top = max(between(begin - i, end - i, load(s + i), -__builtin_huge_valf()), top);
-  const f32x16 sink = broadcast(rows.sink[m]), most = max(sink, broadcast(largest(top)));
+  const f32x16 sink = broadcast(rows.sink[m]), origin = exp_from(max(sink, broadcast(largest(top))));
+  float largest_of[kSpansAtOnce];
   for (std::int64_t i = 0; i < length; i += kSpan) {
     f32x16 e[kSpanBlocks], scales[kSpanBlocks];
     const auto weigh = [&](int b, bool whole) __attribute__((always_inline)) {
       const std::int64_t at = i + b * kBlock, from = begin - at, to = end - at;
       const bool own = whole || (from < kBlock && to > 0);
       const auto of = [&](f32x16 x) __attribute__((always_inline)) { return whole ? x : between(from, to, x, 0.0f); };
-      e[b] = own ? of(exp(load(s + at) - most)) : broadcast(0.0f);
+      e[b] = own ? of(exp_below(load(s + at), origin)) : broadcast(0.0f);
       if constexpr (type == CacheType::i8) scales[b] = own ? of(load(value_scales(t, (base + at) / kBlock))) : e[b];
     };
     if (begin <= i && i + kSpan <= end) {
@@ -201,12 +201,27 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
     } else {
       for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/false);
     }
-    store_weights<type>(e, scales, s + i, total, check);
+    if constexpr (type == CacheType::i8) {
+      f32x16 top = broadcast(0.0f);
+      for (int b = 0; b < kSpanBlocks; ++b) {
+        total = total + e[b];
+        e[b] = e[b] * scales[b];
+        check = fma(e[b], broadcast(0.0f), check);  // becomes NaN if a scale is
+        top = max(e[b], top);
+        store(s + i + b * kBlock, e[b]);
+      }
+      const int turn = (int)(i / kSpan % kSpansAtOnce);
+      largest_of[turn] = largest(top);
+      if (turn == kSpansAtOnce - 1 || i + kSpan == length)
+        for (int j = 0; j <= turn; ++j) store_weights(s + i + (j - turn) * kSpan, largest_of[j]);
+    } else {
+      store_weights<type>(e, s + i, total);
+    }
   }
   float whole = sum(total);
   if (t.sinks) {
     float lanes[16];
-    store(lanes, exp(sink - most));
+    store(lanes, exp_below(sink, origin));
     whole += lanes[0];
   }
   rows.share[m] = 1.0f / whole + sum(check);

@@ -30,12 +30,6 @@ NI_INLINE f32x16 sum_of(const TileSums<CacheType::i8>& s, int tile, int row, con
   return CacheOf<CacheType::i8>::value(digits);
 }
 
-NI_INLINE void zero_tiles() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
 // Store the first n tiles of sums. int8: the registers 2 and 3 have the second digits of 0 and 1.
 NI_INLINE void store_tiles(TileSums<CacheType::bf16>& to, std::int64_t n) {
   _tile_stored(0, to.of[0][0], 64);

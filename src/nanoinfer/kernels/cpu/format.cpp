@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "layout.h"
@@ -490,14 +492,20 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
     case WeightType::f32:
     case WeightType::f16: return round_up(depth * 4, 64);
     case WeightType::bf16: return round_up(depth * 2, 64);
+    case WeightType::i8: return depth * 2 + 64;  // two digits, with AMX
     default: return round_up(depth + depth / group_of(type) * (has_blocks(type) ? 12 : 8), 64);
   }
 }
 
-// float32's, but that few inputs are padded to more in other types.
-std::size_t most_prepared_bytes(std::int64_t in) { return prepared_bytes(WeightType::f32, std::max<std::int64_t>(32, in)); }
+// Few inputs are padded to more in i8 than in float32.
+std::size_t most_prepared_bytes(std::int64_t in) {
+  return std::max(prepared_bytes(WeightType::f32, in), prepared_bytes(WeightType::i8, in));
+}
 
 Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in) {
+  if (type == WeightType::i8 && in > kMostInputsInt8)
+    throw std::invalid_argument("a matrix of " + std::to_string(in) + " inputs in int8: the limit is " +
+                                std::to_string(kMostInputsInt8) + "; use int4 or bfloat16");
   return {.type = type,
           .out = out,
           .in = in,

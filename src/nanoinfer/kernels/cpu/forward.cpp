@@ -21,7 +21,11 @@ std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel;
 }  // namespace
 
 ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
-    : model_(model), kernels_(kernels), cache_(cache), num_threads_(num_threads) {
+    : model_(model),
+      kernels_(kernels),
+      cache_(cache),
+      num_threads_(num_threads),
+      max_rows_(kernels.block_rows && model.shape.num_experts == 0 ? kMaxRowsApart : kMaxRows) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
   std::int64_t qkv_dim = 0, head_dim = 0, attn_dim = s.values_dim();  // the largest of all layers
@@ -43,23 +47,24 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     angle_stride_ += 2 * padded(f.size());
   }
   prepared_bytes_ = most_prepared_bytes(in);
-  const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
+  const std::int64_t floats = max_rows_ * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
-  memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_bytes_);
+  memory_ = Buffer(floats * sizeof(float) + max_rows_ * prepared_bytes_);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
-  x_ = take(kMaxRows * x_stride_);
-  attended_ = take(kMaxRows * attended_stride_);
-  qkv_ = take(kMaxRows * qkv_stride_);
-  hidden_ = take(kMaxRows * hidden_stride_);
-  angles_ = take(kMaxRows * angle_stride_);
+  x_ = take(max_rows_ * x_stride_);
+  attended_ = take(max_rows_ * attended_stride_);
+  qkv_ = take(max_rows_ * qkv_stride_);
+  hidden_ = take(max_rows_ * hidden_stride_);
+  angles_ = take(max_rows_ * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
-  if (s.latent_rank) latent_ = std::make_unique<LatentHeads>(s);
+  if (s.latent_rank) latent_ = std::make_unique<LatentHeads>(s, max_rows_);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
+  spent_.resize(num_threads);
   if (s.per_layer_dim == 0) return;
   inputs_stride_ = row_stride(s.n_layer * s.per_layer_dim);
-  inputs_memory_ = Buffer(kMaxRows * inputs_stride_ * sizeof(float));
+  inputs_memory_ = Buffer(max_rows_ * inputs_stride_ * sizeof(float));
   inputs_ = reinterpret_cast<float*>(inputs_memory_.data());
 }
 
@@ -70,11 +75,12 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
-  for (std::int64_t row = 0; row < total; row += kMaxRows) {
-    const std::int64_t count = std::min(kMaxRows, total - row);
+  for (std::int64_t row = 0; row < total; row += max_rows_) {
+    const std::int64_t count = std::min(max_rows_, total - row);
     select(rows.data() + row, count);
-    const bool last = row + kMaxRows >= total;
+    const bool last = row + max_rows_ >= total;
     phases_.clear();
+    row_steps_.clear();
     embed();
     if (model_.shape.per_layer_dim) make_layer_inputs();
     const std::int64_t with_keys = layers_with_keys();
@@ -87,10 +93,11 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
     if (last && num_logits_ && logits != nullptr) {
       const Matrix& w = model_.lm_head;
       const float cap = model_.shape.logits_softcap;
-      multiply({&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
-                cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap},
-               &PartSeconds::head);
+      const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
+                            cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
+      add(&PartSeconds::head, w.panels, [this, task](int, Range panels) { kernels_.matmul(task, panels.begin, panels.end); });
     }
+    add_blocks();
     mark_ = Clock::now();
     if (!phases_.empty()) threads.run(phases_);
   }
@@ -99,6 +106,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
 // Add a phase, whose time counts for `part`. The thread that ends it measures: another one may have waited for a core
 // while the next phase was done already.
 void ForwardPass::add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most) {
+  add_blocks();
   phases_.push_back({count, std::move(body), most, [this, part] {
                        const Clock::time_point now = Clock::now();
                        seconds_.*part += std::chrono::duration<double>(now - mark_).count();
@@ -108,14 +116,62 @@ void ForwardPass::add(double PartSeconds::*part, std::int64_t count, decltype(Ph
 
 // Add a phase whose items are the rows.
 void ForwardPass::add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body) {
-  add(part, num_rows_, [body = std::move(body)](int rank, Range rows) {
+  auto of_rows = [body = std::move(body)](int rank, Range rows) {
     for (std::int64_t r = rows.begin; r < rows.end; ++r) body(rank, r);
-  });
+  };
+  if (block_rows_) row_steps_.push_back({part, std::move(of_rows)});
+  else add(part, num_rows_, std::move(of_rows));
+}
+
+// Add a phase whose items are the panels of a product. The result of a panel does not depend on the thread or on the part that
+// it is in.
+void ForwardPass::add_products(double PartSeconds::*part, std::int64_t panels, std::function<void(Range, Range)> body) {
+  if (block_rows_) row_steps_.push_back({part, [body = std::move(body), panels](int, Range rows) { body(rows, {0, panels}); }});
+  else add(part, panels, [body = std::move(body), rows = Range{0, num_rows_}](int, Range some) { body(rows, some); });
+}
+
+// Add a phase whose items are blocks of rows, each of which goes through all steps since the last phase. Its time is divided
+// in the proportion of what the threads have spent.
+void ForwardPass::add_blocks() {
+  if (row_steps_.empty()) return;
+  const auto body = [this, steps = std::exchange(row_steps_, {})](int rank, Range blocks) {
+    for (std::int64_t b = blocks.begin; b < blocks.end; ++b) {
+      const Range rows = rows_with(b * block_rows_);
+      Clock::time_point begin = Clock::now();
+      for (const RowStep& step : steps) {
+        step.body(rank, rows);
+        const Clock::time_point end = Clock::now();
+        spent_[rank].*step.part += std::chrono::duration<double>(end - std::exchange(begin, end)).count();
+      }
+    }
+  };
+  phases_.push_back({(num_rows_ + block_rows_ - 1) / block_rows_, body, /*most=*/1, [this] {
+                       const Clock::time_point now = Clock::now();
+                       const double elapsed = std::chrono::duration<double>(now - std::exchange(mark_, now)).count();
+                       PartSeconds sum;
+                       double total = 0;
+                       constexpr double PartSeconds::*kParts[] = {&PartSeconds::products, &PartSeconds::attention,
+                                                                  &PartSeconds::head, &PartSeconds::others};
+                       for (PartSeconds& mine : spent_) {
+                         for (const auto part : kParts) sum.*part += mine.*part, total += mine.*part;
+                         mine = {};
+                       }
+                       for (const auto part : kParts) seconds_.*part += total > 0 ? elapsed * sum.*part / total : 0;
+                     }});
+}
+
+// The rows that are prepared and multiplied together with a row.
+Range ForwardPass::rows_with(std::int64_t row) const {
+  if (block_rows_ == 0) return {0, num_rows_};
+  const std::int64_t begin = row / block_rows_ * block_rows_;
+  return {begin, std::min(begin + block_rows_, num_rows_)};
 }
 
 void ForwardPass::select(const Row* rows, std::int64_t count) {
   rows_ = rows;
   num_rows_ = count;
+  const bool apart = max_rows_ == kMaxRowsApart && count >= num_threads_ * kLeastBlockRows;
+  block_rows_ = apart ? std::min(kernels_.block_rows, padded_rows((count + num_threads_ - 1) / num_threads_)) : 0;
   runs_.clear();
   block_of_.clear();
   for (std::int64_t from = 0; from < count;) {  // runs of rows of one sequence
@@ -137,6 +193,7 @@ std::int64_t ForwardPass::layers_with_keys() const {
 // Run the phases so far, and go on with the rows of which logits are wanted. Return their number.
 std::int64_t ForwardPass::keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count) {
   if (std::all_of(rows, rows + count, [](const Row& r) { return r.logit >= 0; })) return count;
+  add_blocks();
   mark_ = Clock::now();
   threads.run(phases_);
   phases_.clear();
@@ -210,19 +267,22 @@ void ForwardPass::mlp_hidden(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc);
   if (!model_.shape.gated_mlp)
-    return multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), &PartSeconds::products);
+    return multiply(w.c_fc, hidden_, hidden_stride_, model_.shape.activation);
   gated(w.c_gate, w.c_fc);
 }
 
 void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
-  // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
-  const MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation);
-  const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, after_gate(model_.shape.activation));
-  const auto body = [this, gate, fc](int, Range panels) {
-    kernels_.matmul(gate, panels.begin, panels.end);
-    kernels_.matmul(fc, panels.begin, panels.end);
-  };
-  add(&PartSeconds::products, c_fc.panels, body, std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel)));
+  add_products(&PartSeconds::products, c_fc.panels, [this, &c_gate, &c_fc](Range rows, Range panels) {
+    // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
+    const std::int64_t part = std::max<std::int64_t>(1, kGateFloats / ((rows.end - rows.begin) * kPanel));
+    const MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation, rows);
+    const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, after_gate(model_.shape.activation), rows);
+    for (std::int64_t begin = panels.begin, end; begin < panels.end; begin = end) {
+      end = std::min(begin + part, panels.end);
+      kernels_.matmul(gate, begin, end);
+      kernels_.matmul(fc, begin, end);
+    }
+  });
 }
 
 void ForwardPass::mlp_output(std::int64_t index) {
@@ -235,8 +295,8 @@ void ForwardPass::mlp_output(std::int64_t index) {
 // Add the product of the prepared rows to x, after a norm and a factor if the model has them there.
 void ForwardPass::residual(const Matrix& w, const NormWeights& post) {
   if (!model_.shape.norm_after && model_.shape.residual_scale == 1)
-    return multiply(task(w, x_, x_stride_, Epilogue::add), &PartSeconds::products);
-  multiply(task(w, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
+    return multiply(w, x_, x_stride_, Epilogue::add);
+  multiply(w, attended_, attended_stride_, Epilogue::store);
   add_rows(&PartSeconds::others, [this, &post](int, std::int64_t r) { add_to_residual(r, post); });
 }
 
@@ -260,7 +320,7 @@ void ForwardPass::mixture(std::int64_t index) {
     else prepare(m.x, m.x_stride, layer.c_fc);
     gated(layer.c_gate, layer.c_fc);
     prepare(hidden_, hidden_stride_, layer.mlp_proj);
-    multiply(task(layer.mlp_proj, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
+    multiply(layer.mlp_proj, attended_, attended_stride_, Epilogue::store);
   }
   if (beside) return add_rows(&PartSeconds::others, [this, &layer](int rank, std::int64_t r) { add_both(r, layer, rank); });
   add_rows(&PartSeconds::others, [this, &layer, &m, shared](int, std::int64_t r) {
@@ -308,7 +368,7 @@ void ForwardPass::route(const LayerWeights& layer) {
     }
     kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_, /*largest=*/0);
   });
-  multiply(task(router, m.logits, m.logit_stride, Epilogue::store), &PartSeconds::products);
+  multiply(router, m.logits, m.logit_stride, Epilogue::store);
 }
 
 // The products of the chosen experts. Their numbers of items are known when all rows have chosen.
@@ -375,7 +435,9 @@ void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std:
     for (std::int64_t i = 0; i < next.in; ++i) y[i] = ((x[i] * (127 / largest) + magic) - magic) / (127 / largest);
     x = y;
   }
-  kernels_.prepare(next.type, x, next.in, next.depth, row, num_rows_, next.prepared, prepared_, largest);
+  const Range rows = rows_with(row);
+  kernels_.prepare(next.type, x, next.in, next.depth, row - rows.begin, rows.end - rows.begin, next.prepared, prepared(rows),
+                   largest);
 }
 
 void ForwardPass::observe_inputs() {
@@ -420,24 +482,25 @@ std::vector<double> ForwardPass::input_squares(const Matrix& w) const {
   return all;
 }
 
-MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const {
-  return {&w, prepared_, w.prepared, num_rows_, y, stride, epilogue};
+MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const {
+  return {&w, prepared(rows), w.prepared, rows.end - rows.begin, y + rows.begin * stride, stride, epilogue};
 }
 
-// The result of a panel does not depend on the thread or on the part that it is in.
-void ForwardPass::multiply(const MatmulTask& task, double PartSeconds::*part) {
-  add(part, task.w->panels, [this, task](int, Range panels) { kernels_.matmul(task, panels.begin, panels.end); });
+void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) {
+  add_products(&PartSeconds::products, w.panels, [this, &w, y, stride, epilogue](Range rows, Range panels) {
+    kernels_.matmul(task(w, y, stride, epilogue, rows), panels.begin, panels.end);
+  });
 }
 
 // The panels of all parts are shared among the threads together.
 void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride) {
   std::int64_t panels = 0;
   for (const Matrix& w : parts) panels += w.panels;
-  add(&PartSeconds::products, panels, [this, &parts, y, stride](int, Range some) {
+  add_products(&PartSeconds::products, panels, [this, &parts, y, stride](Range rows, Range some) {
     std::int64_t first = 0;  // of a part
     for (const Matrix& w : parts) {
       const std::int64_t begin = std::max(some.begin, first) - first, end = std::min(some.end - first, w.panels);
-      if (begin < end) kernels_.matmul(task(w, y + first * kPanel, stride, Epilogue::store), begin, end);
+      if (begin < end) kernels_.matmul(task(w, y + first * kPanel, stride, Epilogue::store, rows), begin, end);
       first += w.panels;
     }
   });

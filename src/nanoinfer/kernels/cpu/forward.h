@@ -138,8 +138,10 @@ struct PartSeconds {
 };
 
 // Maximum number of rows that go through the layers together. With more, their data would not stay in the caches, and
-// the buffers would grow. Further rows read the weights again, which takes little time compared to this many rows.
-constexpr std::int64_t kMaxRows = 256;
+// the buffers would grow. Further rows read the weights again, which takes little time compared to this many rows, but
+// where products are so fast that it does not: there a thread takes rows of its own through a layer.
+constexpr std::int64_t kMaxRows = 256, kMaxRowsApart = 1024;
+constexpr std::int64_t kLeastBlockRows = 128;  // of a thread
 
 // The stride of rows of n floats that a product writes: an odd number of panels, so that the rows of a tile lie in
 // different sets of the first-level cache.
@@ -171,6 +173,11 @@ class ForwardPass {
 
  private:
   using Clock = std::chrono::steady_clock;
+  // A part of a step on some rows, which needs the results of these rows alone.
+  struct RowStep {
+    double PartSeconds::*part;
+    std::function<void(int rank, Range rows)> body;
+  };
   struct Run {  // some rows of one sequence, whose attention is an item for each head of keys and values
     const std::uint8_t* const* blocks;
     std::int64_t row, count;
@@ -196,7 +203,7 @@ class ForwardPass {
   void prepare_input(const NormWeights& weights, const Matrix& next);
   void prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next);
   void prepare(const float* from, std::int64_t stride, const Matrix& next);
-  void multiply(const MatmulTask& task, double PartSeconds::*part);
+  void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue);
   void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride);
   void gated(const Matrix& c_gate, const Matrix& c_fc);
   void residual(const Matrix& w, const NormWeights& post);
@@ -204,7 +211,11 @@ class ForwardPass {
   void attend(std::int64_t layer);
   void finish();
   void add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body);
+  void add_products(double PartSeconds::*part, std::int64_t panels, std::function<void(Range rows, Range panels)> body);
+  void add_blocks();
   void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
+  Range rows_with(std::int64_t row) const;
+  std::uint8_t* prepared(Range rows) const { return prepared_ + rows.begin * prepared_bytes_; }
   // What the phases call.
   void embed_row(std::int64_t row) const;
   void make_row_inputs(std::int64_t row, float* scratch) const;
@@ -215,17 +226,18 @@ class ForwardPass {
   void observe(const float* x, const Matrix& w, int rank);
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
   void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
-  MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
+  MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const;
 
   const ModelWeights& model_;
   const Kernels& kernels_;
   Cache& cache_;
   const int num_threads_;
+  const std::int64_t max_rows_;
   std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
   std::size_t prepared_bytes_ = 0;  // of one row, at most
   Buffer memory_;
-  float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch_: (num_threads, stride)
-  float* angles_;  // (kMaxRows, stride): the cosines and sines of each of `frequencies` at the row's position
+  float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (max_rows_, stride); scratch_: (num_threads, stride)
+  float* angles_;  // (max_rows_, stride): the cosines and sines of each of `frequencies` at the row's position
   std::vector<std::int64_t> angle_at_;                // where each of `frequencies` starts in a row
   std::uint8_t* prepared_;                            // rows for the next product
   std::vector<std::uint8_t> head_rows_;               // num_logits_ prepared rows for the output head
@@ -237,12 +249,15 @@ class ForwardPass {
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
+  std::int64_t block_rows_ = 0;  // that a thread takes through all steps up to the next attention; 0: threads share panels
+  std::vector<RowStep> row_steps_;                    // since the last phase
+  std::vector<PartSeconds> spent_;                    // by each thread, in the steps of its rows
   std::unique_ptr<LatentHeads> latent_;               // of models with latent attention
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
   bool read_experts_ahead_ = false;
   std::int64_t inputs_stride_ = 0;
   Buffer inputs_memory_;                              // of models with per-layer embeddings:
-  float* inputs_ = nullptr;                           // (kMaxRows, stride), per_layer_dim for each layer
+  float* inputs_ = nullptr;                           // (max_rows_, stride), per_layer_dim for each layer
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

@@ -60,12 +60,13 @@ struct Matrix {
   const float* bias = nullptr;         // (panels * kPanel), zeros if the layer has no bias
 };
 
-// Kernels may read, but do not use, prepared rows up to a multiple of 16.
-constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 15) / 16 * 16; }
+// Kernels may read, but do not use, prepared rows up to a multiple of 32.
+constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 31) / 32 * 32; }
 
 // Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
 //   i8, i4:   int8[depth], float scale[depth / 64], shift[depth / 64]
+//   i8, AMX:  int8 digits[2][depth], float scale, int32 shift[2] (amx.h)
 //   others:   int8[depth], float scale[depth / 32], int32 sum[depth / 16], negative
 // A shift is what the sum s of a group's int8 contributes to its products: i8: int32 -128 s; i4: float -s, times a zero
 // point. Rows for the formats of GGUF files are the same for all of them, because a file's matrices differ in format.
@@ -107,6 +108,9 @@ constexpr std::int64_t attention_scratch(std::int64_t head_dim, std::int64_t pos
 
 struct Kernels {
   const char* name;
+  // The most rows that a thread takes through a layer by itself, where products are faster than cores exchange rows; 0:
+  // threads share the panels of all rows.
+  std::int64_t block_rows;
   // Compute panels [begin, end) of y = epilogue(x W^T + b) for all rows.
   void (*matmul)(const MatmulTask& task, std::int64_t begin, std::int64_t end);
   // Write prepared row `row` of `rows` rows: x[0:n], padded with zeros to `depth`. largest: the magnitude that becomes 127

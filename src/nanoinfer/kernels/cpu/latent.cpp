@@ -9,19 +9,19 @@
 
 namespace nanoinfer {
 
-LatentHeads::LatentHeads(const DecoderShape& s)
+LatentHeads::LatentHeads(const DecoderShape& s, std::int64_t max_rows)
     : down_stride(row_stride(s.down_dim())),
       up_stride(row_stride(s.latent_query_rank ? s.n_head * s.query_dim() : 0)),
       n_head_(s.n_head),
       head_stride_(std::max(panels_of(s.latent_rank), panels_of(s.latent_value)) * kPanel) {
-  const std::int64_t floats = kMaxRows * (down_stride + up_stride + n_head_ * head_stride_);
+  const std::int64_t floats = max_rows * (down_stride + up_stride + n_head_ * head_stride_);
   const std::size_t bytes = most_prepared_bytes(std::max(s.latent_rank, s.latent_plain));
-  memory_ = Buffer(floats * sizeof(float) + n_head_ * padded_rows(kMaxRows) * bytes);
+  memory_ = Buffer(floats * sizeof(float) + n_head_ * padded_rows(max_rows) * bytes);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
-  down = take(kMaxRows * down_stride);
-  up = take(kMaxRows * up_stride);
-  out_ = take(kMaxRows * n_head_ * head_stride_);
+  down = take(max_rows * down_stride);
+  up = take(max_rows * up_stride);
+  out_ = take(max_rows * n_head_ * head_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
 }
 
@@ -55,7 +55,7 @@ void ForwardPass::latent_queries(const LayerWeights& w) {
       latent_norm(w.q_norm, heads.down + r * heads.down_stride, model_.shape.latent_query_rank, y);
       prepare_row(y, w.q_b, rank, r);
     });
-    multiply(task(w.q_b, heads.up, heads.up_stride, Epilogue::store), &PartSeconds::products);
+    multiply(w.q_b, heads.up, heads.up_stride, Epilogue::store);
   }
   const float* q = s.latent_query_rank ? heads.up : heads.down;
   const std::int64_t q_stride = s.latent_query_rank ? heads.up_stride : heads.down_stride;

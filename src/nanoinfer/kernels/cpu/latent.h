@@ -13,10 +13,10 @@ namespace nanoinfer {
 
 class LatentHeads {
  public:
-  explicit LatentHeads(const DecoderShape& shape);
+  LatentHeads(const DecoderShape& shape, std::int64_t max_rows);
 
   const std::int64_t down_stride, up_stride;
-  float *down, *up;  // (kMaxRows, stride): outputs of c_attn, and of q_b if queries have a latent
+  float *down, *up;  // (max_rows, stride): outputs of c_attn, and of q_b if queries have a latent
 
   // The prepared input of a head, for a product of `rows` rows.
   std::uint8_t* prepared(const Matrix& w, std::int64_t head, std::int64_t rows) const {
@@ -31,7 +31,7 @@ class LatentHeads {
  private:
   const std::int64_t n_head_, head_stride_;
   Buffer memory_;
-  float* out_;  // (kMaxRows, n_head, head_stride)
+  float* out_;  // (max_rows, n_head, head_stride)
   std::uint8_t* prepared_;
 };
 

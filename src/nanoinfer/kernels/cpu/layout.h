@@ -12,6 +12,9 @@ namespace nanoinfer {
 
 constexpr std::int64_t kLine = 4 * kPanel;
 
+// i8: with two digits, up to 128 * 127 is added for each input.
+constexpr std::int64_t kMostInputsInt8 = 1 << 17;
+
 // i4: 32 scales (bfloat16) and 32 zero points (bytes) of each group lie at the beginning of a panel, the numbers after
 // the last of them.
 constexpr std::int64_t kInt4Zeros = 2 * kPanel, kInt4Group = 3 * kPanel;

@@ -7,6 +7,7 @@
 #include "amx.h"
 #else
 NI_INLINE bool uses_amx(WeightType, std::int64_t) { return false; }
+constexpr std::int64_t kBlockRows = 0;
 #endif
 
 using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
@@ -21,6 +22,10 @@ template <WeightType type, int... M>
 struct Tiles {
   static constexpr int kMax = sizeof...(M);
   static constexpr TileFunction kTable[] = {tile_of<type, M>()...};
+  // Those that are read: AMX needs more for i8 (amx.h).
+  static std::int64_t row_bytes(const MatmulTask& task) {
+    return type == WeightType::i8 ? task.w->depth / 8 * 9 : (std::int64_t)task.x_stride;
+  }
 };
 #define NI_TILES_2(type) Tiles<type, 1, 2>
 #define NI_TILES_3(type) Tiles<type, 1, 2, 3>
@@ -45,7 +50,7 @@ struct TilesFor<type, 12> : NI_TILES_12(type) {};
 template <class T>
 void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   const Tiling tiling(task.rows, T::kMax);
-  std::int64_t block = (std::int64_t)(kRowBlockBytes / (task.x_stride * T::kMax));  // tiles
+  std::int64_t block = (std::int64_t)kRowBlockBytes / (T::row_bytes(task) * T::kMax);  // tiles
   if (block < 1) block = 1;
   for (std::int64_t top = 0; top < tiling.tiles; top += block) {
     const std::int64_t bottom = top + block < tiling.tiles ? top + block : tiling.tiles;
@@ -82,6 +87,7 @@ void matmul_16_bits(const MatmulTask& task, std::int64_t begin, std::int64_t end
 void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
 #if defined(__AMX_TILE__)
   if (uses_amx(task.w->type, task.rows)) return matmul_amx(task, begin, end);
+  if (task.w->type == WeightType::i8) return (task.rows == 1 ? multiply_digits<1> : multiply_digits<2>)(task, begin, end);
 #endif
   switch (task.w->type) {
     case WeightType::f32: return matmul_as<TilesFor<WeightType::f32, kRowsFloat>>(task, begin, end);

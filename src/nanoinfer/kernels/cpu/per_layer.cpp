@@ -27,7 +27,7 @@ void Decoder::add_after(const std::string& prefix, LayerWeights& layer, bool sca
 
 void ForwardPass::make_layer_inputs() {
   prepare(x_, x_stride_, model_.inputs_in);
-  multiply(task(model_.inputs_in, inputs_, inputs_stride_, Epilogue::store), &PartSeconds::products);
+  multiply(model_.inputs_in, inputs_, inputs_stride_, Epilogue::store);
   add_rows(&PartSeconds::others,
            [this](int rank, std::int64_t r) { make_row_inputs(r, scratch_ + rank * scratch_stride_); });
 }
@@ -55,14 +55,14 @@ void ForwardPass::after_layer(std::int64_t index) {
     });
   }
   prepare(x_, x_stride_, w.after_gate);
-  multiply(task(w.after_gate, hidden_, hidden_stride_, model_.shape.activation), &PartSeconds::products);
+  multiply(w.after_gate, hidden_, hidden_stride_, model_.shape.activation);
   add_rows(&PartSeconds::others, [this, &w, index, P](int rank, std::int64_t r) {
     float* h = hidden_ + r * hidden_stride_;
     const float* u = inputs_ + r * inputs_stride_ + index * P;
     for (std::int64_t i = 0; i < P; ++i) h[i] *= u[i];
     prepare_row(h, w.after_proj, rank, r);
   });
-  multiply(task(w.after_proj, attended_, attended_stride_, Epilogue::store), &PartSeconds::products);
+  multiply(w.after_proj, attended_, attended_stride_, Epilogue::store);
   add_rows(&PartSeconds::others, [this, &w, C](int, std::int64_t r) {
     float *y = attended_ + r * attended_stride_, *x = x_ + r * x_stride_;
     norm(w.after_post, y, C, y);

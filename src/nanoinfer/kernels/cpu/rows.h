@@ -78,10 +78,64 @@ NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std
   }
 }
 
+// Quantize n floats to integers of at most kMost with one scale, which is returned. take(k, numbers k to k + 15). `given` may be
+// the magnitude that becomes 127. If a float is NaN or infinite, the scale is NaN, which reaches the logits.
+template <int kMost, class Take>
+NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take, float given = 0) {
+  f32x16 top = broadcast(0.0f), check = broadcast(0.0f);
+  for (std::int64_t k = 0; k < n; k += 16) {
+    const f32x16 v = load_first(x + k, n - k);
+    top = max(abs(v), top);
+    check = fma(v, broadcast(0.0f), check);
+  }
+  const float most = given > 0 ? given : largest(top), bad = sum(check);  // bad is 0 or NaN
+  const bool usable = most > 1e-30f && bad == 0;
+  const float integer = given > 0 ? 127.0f : (float)kMost;  // that `most` becomes
+  const f32x16 inverse = broadcast(usable ? integer / most : 0.0f);
+  for (std::int64_t k = 0; k < n; k += 16)
+    take(k, usable ? round(load_first(x + k, n - k) * inverse) : broadcast(0));
+  return most / integer + bad;
+}
+
+#if defined(__AMX_TILE__)
+// Write row `row` of `rows` rows for i8: numbers of 16 bits, x = 256 high + low, as digits (amx.h).
+NI_INLINE void prepare_digits(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
+                              std::size_t stride, std::uint8_t* out, float largest) {
+  const bool tiles = uses_amx(WeightType::i8, rows);
+  const std::int64_t height = tiles ? TileRows::of(/*digits=*/true, rows).height : rows, at = row % height;
+  std::uint8_t* const group = out + (row - at) * stride;
+  i32x16 highs = broadcast(0), lows = broadcast(0);
+  const auto take = [&](std::int64_t k, i32x16 q) __attribute__((always_inline)) {
+    const i32x16 high = (q + broadcast(128)) >> 8;
+    highs = highs + high;
+    lows = lows + (q - (high << 8));
+    if (tiles) {
+      std::int8_t* to = (std::int8_t*)group + (k / 64 * 2 * height + at) * 64 + k % 64;
+      store_i8(to, high);
+      store_i8(to + height * 64, q);  // its last byte
+    } else {
+      alignas(64) Unit digits[2][4];
+      store_i8((std::int8_t*)digits[0], high);
+      store_i8((std::int8_t*)digits[1], q);
+      Unit* const to = (Unit*)group + k / 2 * height + at;
+      for (std::int64_t u = 0; u < 4; ++u)
+        for (std::int64_t d = 0; d < 2; ++d) to[(2 * u + d) * height] = digits[d][u];
+    }
+  };
+  const float scale = quantize_row<127 << 8>(x, n, take, largest);
+  for (std::int64_t k = (n + 15) / 16 * 16; k < depth; k += 16) take(k, broadcast(0));
+  Unit* const after = (Unit*)(group + 2 * depth * height) + at;
+  after[0] = bits<Unit>(scale);
+  after[height] = (Unit)(-128 * sum(highs));
+  after[2 * height] = (Unit)(-128 * sum(lows));
+}
+#endif
+
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out, float largest) {
 #if defined(__AMX_TILE__)
-  if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, stride, out);
+  if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, rows, stride, out);
+  if (type == WeightType::i8) return prepare_digits(x, n, depth, row, rows, stride, out, largest);
 #endif
   const Tiling tiling(rows, uses_amx(type, rows) ? 1 : group_of(type) ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;

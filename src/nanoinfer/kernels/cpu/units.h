@@ -92,24 +92,6 @@ struct CacheOf<CacheType::i8> {
   }
 };
 
-// Quantize n floats to integers of at most kMost with one scale, which is returned. take(k, numbers k to k + 15).
-// If a float is NaN or infinite, the scale is NaN, which reaches the logits.
-template <int kMost, class Take>
-NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take) {
-  f32x16 top = broadcast(0.0f), check = broadcast(0.0f);
-  for (std::int64_t k = 0; k < n; k += 16) {
-    const f32x16 v = load_first(x + k, n - k);
-    top = max(abs(v), top);
-    check = fma(v, broadcast(0.0f), check);
-  }
-  const float most = largest(top), bad = sum(check);  // bad is 0 or NaN
-  const bool usable = most > 1e-30f && bad == 0;
-  const f32x16 inverse = broadcast(usable ? (float)kMost / most : 0.0f);
-  for (std::int64_t k = 0; k < n; k += 16)
-    take(k, usable ? round(load_first(x + k, n - k) * inverse) : broadcast(0));
-  return most / (float)kMost + bad;
-}
-
 // Store 16 numbers of a key, dimensions d to d + 15, and of a value.
 template <class C>
 struct Slot {

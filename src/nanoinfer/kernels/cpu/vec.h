@@ -73,6 +73,7 @@ NI_INLINE f32x16 operator-(f32x16 a, f32x16 b) { NI_EACH a.v[i] -= b.v[i]; retur
 NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
 NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
 NI_INLINE i32x16 operator+(i32x16 a, i32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
+NI_INLINE i32x16 operator-(i32x16 a, i32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
 NI_INLINE i32x16 operator|(i32x16 a, i32x16 b) { NI_EACH a.v[i] |= b.v[i]; return a; }
 NI_INLINE i32x16 operator&(i32x16 a, std::uint32_t b) { NI_EACH a.v[i] &= (std::int32_t)b; return a; }
 NI_INLINE i32x16 operator<<(i32x16 a, int n) { NI_EACH a.v[i] <<= n; return a; }
@@ -263,6 +264,10 @@ NI_INLINE void store_low16(void* p, i32x16 x) {  // the low 16 bits of each
 }
 // Round to nearest, ties to even; NaN stays NaN.
 NI_INLINE void store_bf16(std::uint16_t* p, f32x16 x) {
+#if defined(__AVX512BF16__)  // subnormal numbers become zero, as they do in products
+  const __m256bh r = _mm512_cvtneps_pbh((__m512)x.v[0]);
+  __builtin_memcpy(p, &r, sizeof r);
+#else
   i32x16 r;
   NI_EACH {
     const vu u = bits<vu>(x.v[i]);
@@ -270,6 +275,7 @@ NI_INLINE void store_bf16(std::uint16_t* p, f32x16 x) {
     r.v[i] = bits<vi>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
   }
   store_low16(p, r);
+#endif
 }
 NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // the low 8 bits of each
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -467,6 +473,25 @@ NI_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Functions ---------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+// 2^t, relative error 2e-7; 0 and infinity where it has no float32.
+NI_INLINE f32x16 power_of_2(f32x16 t) {
+  f32x16 r, p = broadcast(1.86712982e-3f);  // 2^r for 0 <= r <= 1, exact for 0 (least largest relative error, own fit)
+  r.v[0] = (vf)_mm512_reduce_ps((__m512)t.v[0], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+  p = fma(p, r, broadcast(9.01703071e-3f));
+  p = fma(p, r, broadcast(5.57999127e-2f));
+  p = fma(p, r, broadcast(2.40164444e-1f));
+  p = fma(p, r, broadcast(6.93151295e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  p.v[0] = (vf)_mm512_scalef_ps((__m512)p.v[0], (__m512)t.v[0]);  // times 2^floor(t)
+  return p;
+}
+// e^x, relative error 2e-7 (1 + |x| / 3); at most 2^126.
+NI_INLINE f32x16 exp(f32x16 x) { return power_of_2(min(x * broadcast(1.44269504f), broadcast(126.0f))); }
+// e^(x - most), where `from` is exp_from(most). The rounding of `from` is a factor that all weights of a softmax have in common.
+NI_INLINE f32x16 exp_from(f32x16 most) { return most * broadcast(-1.44269504f); }
+NI_INLINE f32x16 exp_below(f32x16 x, f32x16 from) { return power_of_2(fma(x, broadcast(1.44269504f), from)); }
+#else
 // e^x to about 1 unit in the last place; x is clamped to [-87.3, 88.3].
 // Method and coefficients: Cephes expf (Moshier): x = n ln 2 + r, a polynomial for e^r, n added to the exponent.
 NI_INLINE f32x16 exp(f32x16 x) {
@@ -485,21 +510,36 @@ NI_INLINE f32x16 exp(f32x16 x) {
   NI_EACH p.v[i] = bits<vf>(bits<vu>(p.v[i]) + ((bits<vu>(t.v[i]) - 0x4b400000u) << 23));
   return p + (x - x);  // NaN + 0: the bits of a NaN are not an exponent
 }
+NI_INLINE f32x16 exp_from(f32x16 most) { return most; }
+NI_INLINE f32x16 exp_below(f32x16 x, f32x16 from) { return exp(x - from); }
+#endif
+
+// a / b for 1 <= b < 2^126, as 1 + exp(x) is. An instruction for the division of wide registers takes as long as ten others;
+// this is off by up to 1.5 units in the last place.
+NI_INLINE f32x16 over(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  f32x16 r;
+  r.v[0] = (vf)_mm512_rcp14_ps((__m512)b.v[0]);
+  return a * fma(r, fma(broadcast(0.0f) - b, r, broadcast(1.0f)), r);  // a step of Newton's method
+#else
+  return a / b;
+#endif
+}
 
 // GELU, tanh form: x (1 + tanh u) / 2 = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 NI_INLINE f32x16 gelu_tanh(f32x16 x) {
   const f32x16 u2 = x * fma(x * x, broadcast(-2 * 0.7978845608f * 0.044715f), broadcast(-2 * 0.7978845608f));
-  return x / (broadcast(1.0f) + exp(u2));
+  return over(x, broadcast(1.0f) + exp(u2));
 }
 
 // tanh(x) = 1 - 2 / (1 + e^2x)
 NI_INLINE f32x16 tanh(f32x16 x) {
-  return broadcast(1.0f) - broadcast(2.0f) / (broadcast(1.0f) + exp(x + x));
+  return broadcast(1.0f) - over(broadcast(2.0f), broadcast(1.0f) + exp(x + x));
 }
 NI_INLINE f32x16 soft_cap(f32x16 x, float cap) { return broadcast(cap) * tanh(x * broadcast(1.0f / cap)); }
 
 // x / (1 + e^-x)
-NI_INLINE f32x16 silu(f32x16 x) { return x / (broadcast(1.0f) + exp(broadcast(0.0f) - x)); }
+NI_INLINE f32x16 silu(f32x16 x) { return over(x, broadcast(1.0f) + exp(broadcast(0.0f) - x)); }
 
 // The square of max(x, 0); NaN stays NaN.
 NI_INLINE f32x16 relu2(f32x16 x) {
@@ -512,7 +552,7 @@ NI_INLINE f32x16 relu2(f32x16 x) {
 constexpr float kClamp = 7.0f;
 NI_INLINE f32x16 clamped_silu(f32x16 x) {
   x = min(x, broadcast(kClamp));
-  return x / (broadcast(1.0f) + exp(x * broadcast(-1.702f)));
+  return over(x, broadcast(1.0f) + exp(x * broadcast(-1.702f)));
 }
 // 1 + x clamped to [-kClamp, kClamp].
 NI_INLINE f32x16 clamped_plus_one(f32x16 x) {
@@ -523,7 +563,7 @@ NI_INLINE f32x16 clamped_plus_one(f32x16 x) {
 // for z >= 0, 1 - erf(z) = t (a1 + t (a2 + ...)) e^(-z z), t = 1 / (1 + 0.3275911 z).
 NI_INLINE f32x16 gelu_erf(f32x16 x) {
   const f32x16 z = abs(x) * broadcast(0.70710678f);
-  const f32x16 t = broadcast(1.0f) / fma(z, broadcast(0.3275911f), broadcast(1.0f));
+  const f32x16 t = over(broadcast(1.0f), fma(z, broadcast(0.3275911f), broadcast(1.0f)));
   f32x16 p = broadcast(1.061405429f);
   p = fma(p, t, broadcast(-1.453152027f));
   p = fma(p, t, broadcast(1.421413741f));
