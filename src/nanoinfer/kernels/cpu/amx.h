@@ -8,9 +8,9 @@
 //
 // bfloat16 and i8: the sums stay in tile registers, and weights are multiplied as they lie. A scale for each group of int8
 // would have every tile of sums stored and scaled, which takes longer than its product; two digits for each number, which is
-// another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of 16 rows follow each other, so that a thread
-// reads them as one stream. The rows after the last one, up to a multiple of 16, are read and their results dropped, so
-// the memory of prepared rows must be that large (padded_rows).
+// another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of a block of rows follow each other, so that a
+// thread reads them as one stream (TileRows). Beside 16 or more rows, those after the last one, up to a multiple of 16, are
+// read and their results dropped, and blocks of bfloat16 have 32, so the memory of prepared rows is that large (padded_rows).
 // Other formats have scales of groups of weights: these are unpacked to signed bytes, which many rows share, and multiplied by
 // rows of int8 as they lie.
 //
