@@ -58,6 +58,36 @@ using u16 = std::uint16_t;
 using i32 = std::int32_t;
 using u32 = std::uint32_t;
 
+inline __m512 max_ps(__m512 a, __m512 b) {
+  auto x = lanes<float>(a);
+  const auto y = lanes<float>(b);
+  for (int i = 0; i < 16; ++i) x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
+  return vector<__m512>(x);
+}
+inline __m512 min_ps(__m512 a, __m512 b) {
+  auto x = lanes<float>(a);
+  const auto y = lanes<float>(b);
+  for (int i = 0; i < 16; ++i) x.v[i] = x.v[i] < y.v[i] ? x.v[i] : y.v[i];
+  return vector<__m512>(x);
+}
+// Pack the lanes of type From as To, saturated: 16 bytes of a, then of b, in turn.
+template <class From, class To>
+__m512i pack(__m512i a, __m512i b) {
+  const Lanes<From> from[2] = {lanes<From>(a), lanes<From>(b)};
+  Lanes<To> to;
+  constexpr int kMany = 16 / sizeof(From), kMost = sizeof(To) == 1 ? 127 : 32767;
+  for (int i = 0; i < int(64 / sizeof(To)); ++i)
+    to.v[i] = static_cast<To>(std::clamp<int>(from[i / kMany % 2].v[i / (2 * kMany) * kMany + i % kMany], -kMost - 1, kMost));
+  return vector<__m512i>(to);
+}
+inline __m512i packs_epi32(__m512i a, __m512i b) { return pack<std::int32_t, std::int16_t>(a, b); }
+inline __m512i packs_epi16(__m512i a, __m512i b) { return pack<std::int16_t, std::int8_t>(a, b); }
+inline __m512i permutexvar_epi32(__m512i index, __m512i a) {
+  auto to = lanes<std::uint32_t>(index);
+  const auto from = lanes<std::uint32_t>(a);
+  for (std::uint32_t& v : to.v) v = from.v[v % 16];
+  return vector<__m512i>(to);
+}
 inline __m512i add_epi32(__m512i a, __m512i b) { return each<u32>(a, b, [](u32 x, u32 y) { return x + y; }); }
 inline __m512i sub_epi8(__m512i a, __m512i b) { return each<u8>(a, b, [](u8 x, u8 y) { return x - y; }); }
 inline __m512i and_si512(__m512i a, __m512i b) { return each<u32>(a, b, [](u32 x, u32 y) { return x & y; }); }
@@ -77,6 +107,12 @@ inline __m512i load(const void* p) {
   return x;
 }
 inline void store(void* p, __m512i x) { std::memcpy(p, &x, 64); }
+template <class T>
+void mask_store(void* p, std::uint64_t mask, __m512i x) {
+  const auto from = lanes<T>(x);
+  for (std::size_t i = 0; i < 64 / sizeof(T); ++i)
+    if (mask >> i & 1) std::memcpy(static_cast<T*>(p) + i, &from.v[i], sizeof(T));
+}
 inline __mmask64 movepi8_mask(__m512i a) {
   __mmask64 mask = 0;
   const auto x = lanes<i8>(a);
@@ -256,7 +292,15 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_loadu_si512 emulated::load
 #define _mm512_madd_epi16 emulated::madd_epi16
 #define _mm512_maddubs_epi16 emulated::maddubs_epi16
+#define _mm512_mask_storeu_epi16 emulated::mask_store<emulated::u16>
+#define _mm512_mask_storeu_epi8 emulated::mask_store<emulated::u8>
 #define _mm512_mask_sub_epi8 emulated::mask_sub_epi8
+#define _mm512_max_ps emulated::max_ps
+#define _mm512_min_ps emulated::min_ps
+#define _mm512_packs_epi32 emulated::packs_epi32
+#define _mm512_packs_epi16 emulated::packs_epi16
+#define _mm512_permutexvar_epi32 emulated::permutexvar_epi32
+#define _mm512_storeu_si512 emulated::store
 #define _mm512_movepi8_mask emulated::movepi8_mask
 #define _mm512_rcp14_ps emulated::rcp14_ps
 #define _mm512_reduce_add_epi32 emulated::reduce_add_epi32

@@ -11,8 +11,8 @@
 // another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of a block of rows follow each other, so that a
 // thread reads them as one stream (TileRows). Beside 16 or more rows, those after the last one, up to a multiple of 16, are
 // read and their results dropped, and blocks of bfloat16 have 32, so the memory of prepared rows is that large (padded_rows).
-// Other formats have scales of groups of weights: these are unpacked to signed bytes, which many rows share, and multiplied by
-// rows of int8 as they lie.
+// Other formats have scales of groups of weights, so that the sums of each group are stored and scaled. Weights are unpacked to
+// signed bytes, which many rows share, and rows of int8 lie as tiles: the inputs of a group of 16 rows follow each other.
 //
 // A row's result does not depend on the number of rows. bfloat16 always takes this path: its instruction adds in an
 // order of its own. Sums of integers are exact, so few rows take vector registers, with the same result.
@@ -32,6 +32,9 @@ NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
   if (type == WeightType::i8) return rows > kRowsDigits;
   return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
 }
+
+// Floats of a prepared row for each group of inputs (rows.h).
+constexpr std::int64_t group_floats(WeightType type) { return has_blocks(type) ? 3 : 2; }
 
 // The compiler knows of no memory that a tile is loaded from: what was stored before must not be moved behind the load.
 NI_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
@@ -129,36 +132,43 @@ NI_INLINE f32x16 of_digits(i32x16 high, i32x16 low, float row_scale, f32x16 scal
   return fma(fma(to_float(high), broadcast(256.0f), to_float(low)), broadcast(row_scale) * scale, bias);
 }
 
-// The sums of some rows and one panel, as they are stored. Their epilogue is computed by the vector units while the tiles of
-// the next block are multiplied: one after the other, both would take a third longer.
+// Outputs of some rows and one panel that are left to write from their sums, as these are stored. Their epilogue is computed by the
+// vector units while the tiles of the next block are multiplied: one after the other, both would take a third longer. A copy of it, and of
+// the task, has to be used: what is written might otherwise be a part of them, which the compiler would read again for each vector.
 template <WeightType type>
-struct alignas(64) SumsOfPanel {
-  std::int32_t sums[2 * kTileRows][kPanel];  // float32 in bfloat16; i8: those of the second digits follow those of the first
-  std::int64_t panel = 0, row = 0;
-  std::int64_t rows = 0, done = 0;  // how many there are, and how many are written
+struct Outputs {
+  const std::int32_t (*sums)[kPanel];  // float32 in bfloat16; i8: those of the second digits follow those of the first
+  const float *bias, *scale;           // of the panel
+  const float* of_row;                 // i8: a row's scale and, `height` and twice as much further, its shifts
+  float* y;
+  std::int64_t rows = 0;
 
-  __attribute__((always_inline)) void finish_some(const MatmulTask& task, std::int64_t most) {
-    const Matrix& m = *task.w;
-    const std::int64_t end = rows - done < most ? rows : done + most, column = panel * kPanel;
-    float* y = task.y + (row + done) * task.y_stride + column;
-    for (; done < end; ++done, y += task.y_stride)
+  __attribute__((always_inline)) void finish_some(const MatmulTask& task, std::int64_t height, std::int64_t most) {
+    const std::int64_t count = rows < most ? rows : most;
+    rows -= count;
+    for (std::int64_t r = 0; r < count; ++r, ++sums, ++of_row, y += task.y_stride)
       NI_HALVES {
-        const std::int32_t* own = sums[done] + 16 * h;
-        const f32x16 bias = load(m.bias + column + 16 * h);
+        const std::int32_t* own = sums[0] + 16 * h;
         f32x16 sum;
         if constexpr (Steps<type>::kDigits) {
-          const std::int64_t height = TileRows::of(/*digits=*/true, task.rows).height;
-          const float* scale = (const float*)(task.x + row * task.x_stride + 2 * height * m.depth) + done;
-          const std::int32_t* shift = (const std::int32_t*)scale + height;
+          const std::int32_t* shift = (const std::int32_t*)of_row + height;
           const i32x16 high = load_ints(own) + broadcast(shift[0]);
           const i32x16 low = load_ints(own + kTileRows * kPanel) + broadcast(shift[height]);
-          sum = of_digits(high, low, *scale, load(m.scale + column + 16 * h), bias);
+          sum = of_digits(high, low, *of_row, load(scale + 16 * h), load(bias + 16 * h));
         } else {
-          sum = load((const float*)own) + bias;
+          sum = load((const float*)own) + load(bias + 16 * h);
         }
         store(y + 16 * h, finish(task, sum, y + 16 * h));
       }
   }
+};
+
+template <WeightType type>
+struct alignas(64) StoredSums {
+  std::int32_t of[2][2 * kTileRows][kPanel];  // of the last block and of this one, in turn
+  int turn = 0;
+  Outputs<type> left;
+};
   NI_INLINE void load_tiles(const std::int32_t (*from)[kPanel]) {
     _tile_loadd(0, from[0], kPanel * 4);
     _tile_loadd(1, from[0] + 16, kPanel * 4);
@@ -171,7 +181,6 @@ struct alignas(64) SumsOfPanel {
     _tile_stored(2, to[kTileRows], kPanel * 4);
     _tile_stored(3, to[kTileRows] + 16, kPanel * 4);
   }
-};
 
 constexpr std::int64_t kPrefetch = 16 << 10;
 constexpr std::int64_t kMostSteps = 12;  // 24 KiB of weights, which stay in the first-level cache for all rows
@@ -179,14 +188,16 @@ constexpr std::int64_t kMostSteps = 12;  // 24 KiB of weights, which stay in the
 // Rows [top, bottom), at most kBlockRows, times one panel, in chunks of the inputs. While the rows are multiplied by a chunk,
 // the next one is prefetched. A single block of rows has no time for that and prefetches kPrefetch bytes ahead.
 template <WeightType type, bool many>
-inline void multiply_panel(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom,
-                           SumsOfPanel<type> (&blocks)[2], int& last) {
+inline void multiply_panel(const MatmulTask& given, std::int64_t panel, std::int64_t top, std::int64_t bottom,
+                           StoredSums<type>& stored) {
   using S = Steps<type>;
-  const Matrix& m = *task.w;
+  const MatmulTask task = given;
+  const Matrix m = *task.w;
+  Outputs<type> before = stored.left;
   const TileRows layout = TileRows::of(S::kDigits, task.rows);
   const std::int64_t step_bytes = layout.step_bytes(), tile = layout.height * 64;
   const std::int64_t steps = m.depth / S::kInputs, rest = m.depth - steps * S::kInputs;
-  const std::int64_t count = (bottom - top + S::kRows - 1) / S::kRows;  // of blocks
+  const std::int64_t count = (bottom - top + S::kRows - 1) / S::kRows, column = panel * kPanel;  // of blocks
   const std::int64_t chunks = count <= 2 || steps < kMostSteps ? 1 : (steps + kMostSteps - 1) / kMostSteps;
   alignas(64) std::int32_t partial[chunks == 1 ? 1 : count][2 * kTileRows][kPanel];
   for (std::int64_t c = 0; c < chunks; ++c) {
@@ -199,17 +210,16 @@ inline void multiply_panel(const MatmulTask& task, std::int64_t panel, std::int6
       const std::uint8_t *w = begin, *x = task.x + row * task.x_stride + from * step_bytes;
       const std::uint8_t* ahead = count == 1 ? w + kPrefetch : begin + (to - from) * kStepBytes + i * share * (to - from);
       const bool second = rows > kTileRows;
-      SumsOfPanel<type>& before = blocks[last];
       const std::int64_t first = from + (to - from) / 4, some = before.rows / (to - first + 1) + 1;
       if (c == 0) zero_tiles();
-      else SumsOfPanel<type>::load_tiles(partial[i]);
+      else load_tiles(partial[i]);
       for (std::int64_t k = from; k < to; ++k, w += kStepBytes, x += step_bytes, ahead += share) {
         for (std::int64_t at = 0; at < share; at += 64) prefetch_l2(ahead + at);
         S::template multiply<many>(x, tile, w, second);
-        if (k >= first) before.finish_some(task, some);
+        if (k >= first) before.finish_some(task, layout.height, some);
       }
       if (!ends) {
-        SumsOfPanel<type>::store_tiles(partial[i]);
+        store_tiles(partial[i]);
         continue;
       }
       if (rest) {  // the panel ends inside a tile; prepared rows end with zeros
@@ -218,12 +228,14 @@ inline void multiply_panel(const MatmulTask& task, std::int64_t panel, std::int6
         finish_stores();
         S::template multiply<many>(x, tile, copy, second);
       }
-      before.finish_some(task, before.rows);
-      SumsOfPanel<type>& block = blocks[last ^= 1];
-      block.panel = panel, block.row = row, block.rows = rows, block.done = 0;
-      SumsOfPanel<type>::store_tiles(block.sums);
+      before.finish_some(task, layout.height, before.rows);
+      std::int32_t(*const sums)[kPanel] = stored.of[stored.turn ^= 1];
+      store_tiles(sums);
+      before = {sums, m.bias + column, m.scale + column, (const float*)(task.x + row * task.x_stride + 2 * layout.height * m.depth),
+                task.y + row * task.y_stride + column, rows};
     }
   }
+  stored.left = before;
 }
 
 template <WeightType type>
@@ -233,15 +245,14 @@ void matmul_tiles(const MatmulTask& task, std::int64_t begin, std::int64_t end) 
   std::int64_t height = (std::int64_t)(kRowBlockBytesAmx / task.x_stride) / kRows * kRows;
   if (height < kRows) height = kRows;
   if (height > kBlockRows) height = kBlockRows;
-  SumsOfPanel<type> blocks[2];  // the last one and this one, in turn
-  int last = 0;
+  StoredSums<type> stored;
   for (std::int64_t top = 0; top < task.rows; top += height)
     for (std::int64_t panel = begin; panel < end; ++panel) {
       const std::int64_t bottom = top + height < task.rows ? top + height : task.rows;
       const auto multiply = bottom - top > kRows ? multiply_panel<type, true> : multiply_panel<type, false>;
-      multiply(task, panel, top, bottom, blocks, last);
+      multiply(task, panel, top, bottom, stored);
     }
-  blocks[last].finish_some(task, blocks[last].rows);
+  stored.left.finish_some(task, TileRows::of(Steps<type>::kDigits, task.rows).height, kTileRows * 2);
 }
 
 // M rows in i8, whose digits are interleaved: 4 inputs of each row's first digits, then of their second digits.
@@ -274,47 +285,93 @@ void multiply_digits(const MatmulTask& task, std::int64_t begin, std::int64_t en
   }
 }
 
-// Weights in i4 of 16 outputs and up to kChunk inputs: bytes, tile after tile, and what the groups are multiplied with.
-constexpr std::int64_t kChunk = 1024;  // 16 KiB of weights, which stay in the first-level cache
-struct alignas(64) AmxWeights {
-  std::uint8_t tiles[kChunk * 16];
-  float scale[kChunk / kGroup][16], zero[kChunk / kGroup][16];
-};
+// Formats whose groups of weights have scales: unpacked weights for tiles. Tile t of a chunk has the inputs that share a scale, as
+// signed bytes. `add` adds its sums with a row, of which `of_row[16 i]` are the floats of a group (rows.h), to those before.
+template <WeightType type>
+struct TileWeights {
+  using C = ChunkOf<type>;
+  static constexpr std::int64_t kGroup = kSmallGroup, kScales = C::kScales, kMost = kChunkGroups;
+  C chunk;
 
-// Unpack the groups [from, from + count) of half a panel.
-inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64_t from, std::int64_t count, AmxWeights& to) {
-  constexpr std::int64_t kBytes = kGroup * kPanel / 2;  // of a group
-  const std::uint8_t* data = m.data + panel * m.panel_bytes;
-  const std::uint8_t *meta = data + from * kInt4Group, *w = data + int4_numbers(m.depth) + from * kBytes;
-  std::uint8_t* tile = to.tiles;
-  for (std::int64_t g = 0; g < count; ++g, tile += kGroup * 16, meta += kInt4Group) {
-    store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
-    store(to.zero[g], load_u8(meta + kInt4Zeros + 16 * half));
-    for (std::int64_t line = 0; line < kBytes / kLine; ++line, w += kLine) {
-      const __m512i q = _mm512_loadu_si512(w + 64 * half), mask = _mm512_set1_epi8(15);
-      _mm512_store_si512(tile + 64 * line, _mm512_and_si512(q, mask));  // the high halves are inputs of the second half of the group
-      _mm512_store_si512(tile + kGroup * 8 + 64 * line, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
+  void unpack(const Matrix& m, std::int64_t panel, std::int64_t from, std::int64_t count) {
+    unpack_chunk<type>(m.data + panel * m.panel_bytes, from, (int)count, chunk);
+    if constexpr (!C::kMinimum) {  // the instruction takes signed bytes
+      const __m512i offset = _mm512_set1_epi8((char)BlockFormat(type).offset);
+      for (int i = 0; i < count * 16; ++i) {
+        std::int32_t* codes = chunk.codes[i / 16][i / 2 % 8][i % 2];
+        _mm512_store_si512(codes, _mm512_sub_epi8(_mm512_load_si512(codes), offset));
+      }
     }
   }
-}
+  const void* tile(std::int64_t t, int half) const { return chunk.codes[t / kScales][t % kScales * (8 / kScales)][half]; }
+  f32x16 scale(std::int64_t t, int half) const { return C::scale(chunk, t / kScales, t % kScales, half); }
+  f32x16 minimum(std::int64_t t, int half) const {
+    if constexpr (C::kMinimum) return C::minimum(chunk, t / kScales, t % kScales, half);
+    return broadcast(0.0f);
+  }
+  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 minimum, std::int64_t t, const float* of_row) {
+    f32x16 product = dot * scale;
+    if constexpr (C::kMinimum) {
+      f32x16 total = broadcast(of_row[kScales == 1 ? 16 : 32]);
+      if (t % kScales == 1) total = broadcast(of_row[16]) - total;
+      product = fma(minimum, total, product);
+    }
+    return fma(product, broadcast(*of_row), sum);
+  }
+};
+template <>
+struct alignas(64) TileWeights<WeightType::i4> {
+  static constexpr std::int64_t kGroup = nanoinfer::kGroup, kScales = 1, kMost = 8;
+  std::uint8_t codes[kMost][kGroup / 4][2][64];
+  float scales[kMost][2][16], zeros[kMost][2][16];
 
-// Call add(g, dot) for tiles 0 <= g < count of 16 rows times 16 outputs, which load(g) loads into the registers 4 and 6.
-template <class Load, class Add>
-NI_INLINE void amx_dots(std::int64_t count, Load load, Add add) {
-  // A tile is read only after those that follow it were stored: a load of what was just stored waits until the store has
-  // left the core's queue.
-  constexpr std::int64_t kAhead = 4;
-  alignas(64) std::int32_t dots[kAhead][kTileRows][16];
-  const auto multiply = [&](std::int64_t g) __attribute__((always_inline)) {
-    _tile_zero(0);
-    load(g);
-    _tile_dpbssd(0, 4, 6);
-    _tile_stored(0, dots[g % kAhead], 64);
-  };
-  for (std::int64_t g = 0; g < kAhead - 1 && g < count; ++g) multiply(g);
-  for (std::int64_t g = 0; g < count; ++g) {
-    if (g + kAhead - 1 < count) multiply(g + kAhead - 1);
-    add(g, dots[g % kAhead]);
+  void unpack(const Matrix& m, std::int64_t panel, std::int64_t from, std::int64_t count) {
+    constexpr std::int64_t kLines = kGroup / 8;  // of a group
+    const std::uint8_t* data = m.data + panel * m.panel_bytes;
+    const std::uint8_t *meta = data + from * kInt4Group, *w = data + int4_numbers(m.depth) + from * kLines * kLine;
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (std::int64_t g = 0; g < count; ++g, meta += kInt4Group)
+      NI_HALVES {
+        store(scales[g][h], load_bf16((const std::uint16_t*)meta + 16 * h));
+        store(zeros[g][h], load_u8(meta + kInt4Zeros + 16 * h));
+        for (std::int64_t i = 0; i < kLines; ++i) {
+          const __m512i q = _mm512_loadu_si512(w + (g * kLines + i) * kLine + 64 * h);
+          _mm512_store_si512(codes[g][i][h], _mm512_and_si512(q, mask));  // the high halves are the second half of the group
+          _mm512_store_si512(codes[g][kLines + i][h], _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
+        }
+      }
+  }
+  const void* tile(std::int64_t t, int half) const { return codes[t][0][half]; }
+  f32x16 scale(std::int64_t t, int half) const { return load(scales[t][half]); }
+  f32x16 minimum(std::int64_t t, int half) const { return load(zeros[t][half]); }
+  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 zero, std::int64_t, const float* of_row) {
+    return fma(fma(zero, broadcast(of_row[16]), dot), scale * broadcast(*of_row), sum);
+  }
+};
+
+// Tile `sum` (0 to 3) of x times w.
+NI_INLINE void multiply_tile(int sum, const std::uint8_t* x, std::int64_t x_stride, const void* w) {
+#define NI_MULTIPLY_TILE(sum, of_x, of_w) \
+  case sum:                               \
+    _tile_zero(sum);                      \
+    _tile_loadd(of_x, x, x_stride);       \
+    _tile_loadd(of_w, w, kLine);          \
+    _tile_dpbssd(sum, of_x, of_w);        \
+    break;
+  switch (sum) {
+    NI_MULTIPLY_TILE(0, 4, 6)
+    NI_MULTIPLY_TILE(1, 5, 7)
+    NI_MULTIPLY_TILE(2, 4, 6)
+    NI_MULTIPLY_TILE(3, 5, 7)
+  }
+#undef NI_MULTIPLY_TILE
+}
+NI_INLINE void store_tile(int sum, std::int32_t (*to)[16]) {
+  switch (sum) {
+    case 0: _tile_stored(0, to, 64); break;
+    case 1: _tile_stored(1, to, 64); break;
+    case 2: _tile_stored(2, to, 64); break;
+    case 3: _tile_stored(3, to, 64); break;
   }
 }
 
@@ -332,142 +389,84 @@ struct NextPanel {
 
 #define NI_TILE_ROWS NI_UNROLL(16) for (int r = 0; r < kTileRows; ++r)
 
-// Rows [top, bottom), at most kRowsAtOnce, times half a panel in i4. A group of inputs is one tile; its exact sums are scaled
-// and added to a vector for each row, as in products.h.
-inline void amx_i4(const MatmulTask& task, std::int64_t panel, int half, std::int64_t top, std::int64_t bottom) {
-  constexpr std::int64_t kGroups = kChunk / kGroup;
-  const Matrix& m = *task.w;
-  const std::int64_t groups = m.depth / kGroup, column = panel * kPanel + 16 * half;
-  const std::int64_t tiles = (bottom - top + kTileRows - 1) / kTileRows;
-  const std::int64_t bytes = m.panel_bytes / 2;
-  NextPanel next(m.data + (panel + 1) * m.panel_bytes + half * bytes, bytes, tiles * groups);
-  AmxWeights weights;
-  alignas(64) float sums[kRowsAtOnce][16];  // of the inputs before this chunk
-  for (std::int64_t from = 0; from < groups; from += kGroups) {
-    const std::int64_t count = groups - from < kGroups ? groups - from : kGroups;
-    unpack_amx(m, panel, half, from, count, weights);
-    finish_stores();
-    for (std::int64_t row = top; row < bottom; row += kTileRows) {
-      const std::uint8_t* x = task.x + row * task.x_stride;
-      const float* scales = (const float*)(x + m.depth) + from;  // of the first row; its shifts follow
-      const std::int64_t stride = task.x_stride / sizeof(float);
-      f32x16 acc[kTileRows];
-      NI_TILE_ROWS acc[r] = from ? load(sums[row - top + r]) : broadcast(0.0f);
-      amx_dots(
-          count,
-          [&](std::int64_t g) __attribute__((always_inline)) {
-            next.step();
-            _tile_loadd(4, x + (from + g) * kGroup, task.x_stride);
-            _tile_loadd(6, weights.tiles + g * kGroup * 16, 64);
-          },
-          [&](std::int64_t g, const std::int32_t(*dot)[16]) __attribute__((always_inline)) {
-            const f32x16 scale = load(weights.scale[g]), zero = load(weights.zero[g]);
-            NI_TILE_ROWS {
-              const float* of_row = scales + r * stride + g;
-              const f32x16 sum = fma(zero, broadcast(of_row[groups]), to_float(load_ints(dot[r])));
-              acc[r] = fma(sum, scale * broadcast(*of_row), acc[r]);
-            }
-          });
-      if (from + count < groups) {
-        NI_TILE_ROWS store(sums[row - top + r], acc[r]);
-        continue;
-      }
-      const f32x16 bias = load(m.bias + column);
-      NI_TILE_ROWS {
-        if (row + r >= bottom) break;
-        float* y = task.y + (row + r) * task.y_stride + column;
-        store(y, finish(task, acc[r] + bias, y));
-      }
-    }
-  }
-}
-
-// The same for a panel in a format of GGUF files (blocks.h). A tile has the 16 or 32 inputs that share a scale.
+// Rows [top, bottom), at most kRowsAtOnce, times a panel of weights with scales of groups. The exact sums of a tile are scaled
+// and added as in products.h and blocks.h, four tiles in turn, while the next four are multiplied: a load of what was just
+// stored waits until the store has left the core's queue.
 template <WeightType type>
-inline void amx_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
-  using C = ChunkOf<type>;
-  constexpr int kInputs = 32 / C::kScales, kQuads = kInputs / 4;
+inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
+  using W = TileWeights<type>;
+  constexpr std::int64_t kTurn = 4, kInputs = W::kGroup / W::kScales, kFloats = group_floats(type);
   const Matrix& m = *task.w;
-  const std::int64_t groups = m.depth / 32, tiles = (bottom - top + kTileRows - 1) / kTileRows;
-  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * tiles * groups * C::kScales);
-  C chunk;
+  const std::int64_t groups = m.depth / W::kGroup, blocks = (bottom - top + kTileRows - 1) / kTileRows;
+  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups * W::kScales);
+  W weights;
+  alignas(64) std::int32_t dots[2][kTurn][kTileRows][16];
   alignas(64) float sums[kRowsAtOnce][kPanel];
-  for (std::int64_t from = 0; from < groups; from += kChunkGroups) {
-    const int count = (int)(groups - from < kChunkGroups ? groups - from : kChunkGroups);
-    unpack_chunk<type>(m.data + panel * m.panel_bytes, from, count, chunk);
-    if constexpr (!C::kMinimum) {  // the instruction takes signed bytes
-      const __m512i offset = _mm512_set1_epi8((char)BlockFormat(type).offset);
-      for (int i = 0; i < count * 16; ++i) {
-        std::int32_t* codes = chunk.codes[i / 16][i / 2 % 8][i % 2];
-        _mm512_store_si512(codes, _mm512_sub_epi8(_mm512_load_si512(codes), offset));
-      }
-    }
+  for (std::int64_t from = 0; from < groups; from += W::kMost) {
+    const std::int64_t count = groups - from < W::kMost ? groups - from : W::kMost, tiles = count * W::kScales;
+    weights.unpack(m, panel, from, count);
     finish_stores();
-    for (int half = 0; half < 2; ++half)
-      for (std::int64_t row = top; row < bottom; row += kTileRows) {
-        const std::uint8_t* x = task.x + row * task.x_stride;
-        const float* scales = (const float*)(x + m.depth) + from;  // of the first row
-        const std::int32_t* minus = (const std::int32_t*)(x + m.depth) + groups + 2 * from;
-        const std::int64_t stride = task.x_stride / sizeof(float);
+    std::int64_t next_block = 0, next_tile = 0, turn = 0;  // what is multiplied next
+    int next_half = 0;
+    const auto multiply = [&](int i) __attribute__((always_inline)) {
+      const std::int64_t t = next_tile + i < tiles ? next_tile + i : tiles - 1;
+      const std::uint8_t* const x = task.x + (top + next_block * kTileRows) * task.x_stride;
+      next.step();
+      multiply_tile(i, x + (from + t / W::kScales) * W::kGroup * kTileRows + t % W::kScales * kInputs, W::kGroup,
+                    weights.tile(t, next_half));
+    };
+    const auto multiplied = [&]() __attribute__((always_inline)) {
+      turn ^= 1;
+      if ((next_tile += kTurn) < tiles) return;
+      next_tile = 0;
+      if ((next_half ^= 1) == 0 && next_block + 1 < blocks) ++next_block;
+    };
+    NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) multiply(i);
+    NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
+    multiplied();
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const std::int64_t row = top + b * kTileRows;
+      const float* const of_rows = (const float*)(task.x + row * task.x_stride + m.depth * kTileRows) + from * kFloats * kTileRows;
+      float(*const own)[kPanel] = sums + b * kTileRows;
+      for (int half = 0; half < 2; ++half) {
         f32x16 acc[kTileRows];
-        NI_TILE_ROWS acc[r] = from ? load(sums[row - top + r] + 16 * half) : broadcast(0.0f);
-        amx_dots(
-            count * C::kScales,
-            [&](std::int64_t t) __attribute__((always_inline)) {
-              next.step();
-              _tile_loadd(4, x + from * 32 + t * kInputs, task.x_stride);
-              _tile_loadd(6, chunk.codes[t / C::kScales][t % C::kScales * kQuads][half], sizeof chunk.codes[0][0]);
-            },
-            [&](std::int64_t t, const std::int32_t(*dot)[16]) __attribute__((always_inline)) {
-              const std::int64_t g = t / C::kScales, s = t % C::kScales;
-              const f32x16 scale = C::scale(chunk, g, s, half);
-              f32x16 minimum;
-              if constexpr (C::kMinimum) minimum = C::minimum(chunk, g, s, half);
-              NI_TILE_ROWS {
-                f32x16 product = to_float(load_ints(dot[r])) * scale;
-                if constexpr (C::kMinimum) {
-                  const std::int32_t* of_row = minus + r * stride + 2 * g;
-                  // Unsigned: those of rows after the last one may be any numbers.
-                  const std::uint32_t both = (std::uint32_t)of_row[0] + (std::uint32_t)of_row[1];
-                  const std::int32_t sum = C::kScales == 1 ? (std::int32_t)both : of_row[s];
-                  product = fma(minimum, broadcast((float)sum), product);
-                }
-                acc[r] = fma(product, broadcast(scales[r * stride + g]), acc[r]);
-              }
-            });
-        if (from + count < groups) {
-          NI_TILE_ROWS store(sums[row - top + r] + 16 * half, acc[r]);
-          continue;
+        NI_TILE_ROWS acc[r] = from ? load(own[r] + 16 * half) : broadcast(0.0f);
+        for (std::int64_t first = 0; first < tiles; first += kTurn) {
+          NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) multiply(i);
+          NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) {
+            const std::int64_t t = first + i;
+            if (t >= tiles) break;
+            const f32x16 scale = weights.scale(t, half), minimum = weights.minimum(t, half);
+            const float* const floats = of_rows + t / W::kScales * kFloats * kTileRows;
+            NI_TILE_ROWS acc[r] = W::add(acc[r], to_float(load_ints(dots[turn ^ 1][i][r])), scale, minimum, t, floats + r);
+          }
+          NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
+          multiplied();
         }
-        const std::int64_t column = panel * kPanel + 16 * half;
-        const f32x16 bias = load(m.bias + column);
-        NI_TILE_ROWS {
-          if (row + r >= bottom) break;
-          float* y = task.y + (row + r) * task.y_stride + column;
-          store(y, finish(task, acc[r] + bias, y));
-        }
+        const f32x16 bias = load(m.bias + panel * kPanel + 16 * half);
+        NI_TILE_ROWS store(own[r] + 16 * half, from + count < groups ? acc[r] : acc[r] + bias);
       }
+      if (from + count == groups)
+        finish_rows(task, panel, row, bottom - row < kTileRows ? bottom - row : kTileRows, (const f32x16(*)[2])own);
+    }
   }
 }
 
 template <WeightType type>
-void matmul_amx_int(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const TileRegisters registers(has_blocks(type) ? BlockFormat(type).group : kGroup);
+void matmul_groups(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const TileRegisters registers(TileWeights<type>::kGroup / TileWeights<type>::kScales);
   for (std::int64_t top = 0; top < task.rows; top += kRowsAtOnce) {
     const std::int64_t bottom = top + kRowsAtOnce < task.rows ? top + kRowsAtOnce : task.rows;
-    for (std::int64_t panel = begin; panel < end; ++panel)
-      if constexpr (has_blocks(type)) amx_blocks<type>(task, panel, top, bottom);
-      else
-        for (int half = 0; half < 2; ++half) amx_i4(task, panel, half, top, bottom);
+    for (std::int64_t panel = begin; panel < end; ++panel) multiply_groups<type>(task, panel, top, bottom);
   }
 }
 
 void matmul_amx(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   switch (task.w->type) {
     case WeightType::i8: return matmul_tiles<WeightType::i8>(task, begin, end);
-    case WeightType::i4: return matmul_amx_int<WeightType::i4>(task, begin, end);
+    case WeightType::i4: return matmul_groups<WeightType::i4>(task, begin, end);
 #define NI_PRODUCT(name) \
-  case WeightType::name: return matmul_amx_int<WeightType::name>(task, begin, end);
+  case WeightType::name: return matmul_groups<WeightType::name>(task, begin, end);
     NI_BLOCK_FORMATS(NI_PRODUCT)
 #undef NI_PRODUCT
     default: return matmul_tiles<WeightType::bf16>(task, begin, end);

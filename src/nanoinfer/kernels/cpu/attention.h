@@ -55,6 +55,18 @@ struct Queries {
         units[place(d / C::kUnit + u, word, m)] = narrow[u];
     };
     scale[m] = t.scale;
+#if defined(__AMX_TILE__)
+    if constexpr (type == CacheType::i8 && tiles) {
+      const RowScale<127 << 8> row = RowScale<127 << 8>::of(q, t.head_dim);
+      Digits digits;
+      for (std::int64_t d = 0; d < t.head_dim; d += 64)
+        digits.add(row, q + d, t.head_dim - d, units + place(d / 4, 0, m), units + place(d / 4, 1, m));
+      scale[m] *= row.scale;
+      shift[m][0] = -128 * sum(digits.highs);
+      shift[m][1] = -128 * sum(digits.lows);
+      return;
+    }
+#endif
     if constexpr (type == CacheType::i8) {
       i32x16 numbers = broadcast(0), highs = broadcast(0);
       const auto take = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) {

@@ -68,6 +68,7 @@ constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 31) / 32 
 //   i8, i4:   int8[depth], float scale[depth / 64], shift[depth / 64]
 //   i8, AMX:  int8 digits[2][depth], float scale, int32 shift[2] (amx.h)
 //   others:   int8[depth], float scale[depth / 32], int32 sum[depth / 16], negative
+// and in tiles of AMX (rows.h), the same numbers with sums in float.
 // A shift is what the sum s of a group's int8 contributes to its products: i8: int32 -128 s; i4: float -s, times a zero
 // point. Rows for the formats of GGUF files are the same for all of them, because a file's matrices differ in format.
 // Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the

@@ -78,62 +78,122 @@ NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std
   }
 }
 
-// Quantize n floats to integers of at most kMost with one scale, which is returned. take(k, numbers k to k + 15). `given` may be
-// the magnitude that becomes 127. If a float is NaN or infinite, the scale is NaN, which reaches the logits.
-template <int kMost, class Take>
-NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take, float given = 0) {
-  f32x16 top = broadcast(0.0f), check = broadcast(0.0f);
-  for (std::int64_t k = 0; k < n; k += 16) {
-    const f32x16 v = load_first(x + k, n - k);
-    top = max(abs(v), top);
-    check = fma(v, broadcast(0.0f), check);
+// How n floats become integers of at most kMost with one scale. `given` may be the magnitude that becomes 127. If a float is NaN
+// or infinite, the scale is NaN, which reaches the logits.
+template <int kMost>
+struct RowScale {
+  float scale;
+  bool usable;
+  f32x16 inverse;
+
+  NI_INLINE RowScale of(const float* x, std::int64_t n, float given = 0) {
+    f32x16 top[2] = {broadcast(0.0f), broadcast(0.0f)}, check[2] = {top[0], top[0]};  // two: each waits for the one before
+    const auto take = [&](std::int64_t k, int i) __attribute__((always_inline)) {
+      const f32x16 v = load_first(x + k, n - k);
+      top[i] = max(abs(v), top[i]);
+      check[i] = fma(v, broadcast(0.0f), check[i]);
+    };
+    std::int64_t k = 0;
+    for (; k + 16 < n; k += 32) take(k, 0), take(k + 16, 1);
+    if (k < n) take(k, 0);
+    const float most = given > 0 ? given : largest(max(top[0], top[1])), bad = sum(check[0] + check[1]);  // bad is 0 or NaN
+    const bool usable = most > 1e-30f && bad == 0;
+    const float integer = given > 0 ? 127.0f : (float)kMost;  // that `most` becomes
+    return {most / integer + bad, usable, broadcast(usable ? integer / most : 0.0f)};
   }
-  const float most = given > 0 ? given : largest(top), bad = sum(check);  // bad is 0 or NaN
-  const bool usable = most > 1e-30f && bad == 0;
-  const float integer = given > 0 ? 127.0f : (float)kMost;  // that `most` becomes
-  const f32x16 inverse = broadcast(usable ? integer / most : 0.0f);
-  for (std::int64_t k = 0; k < n; k += 16)
-    take(k, usable ? round(load_first(x + k, n - k) * inverse) : broadcast(0));
-  return most / integer + bad;
+  __attribute__((always_inline)) i32x16 integers(const float* x, std::int64_t n) const {  // of up to 16 floats
+    return usable ? round(load_first(x, n) * inverse) : broadcast(0);
+  }
+};
+
+// Quantize n floats; take(k, numbers k to k + 15). Return the scale.
+template <int kMost, class Take>
+NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take) {
+  const RowScale<kMost> row = RowScale<kMost>::of(x, n);
+  for (std::int64_t k = 0; k < n; k += 16) take(k, row.integers(x + k, n - k));
+  return row.scale;
 }
 
 #if defined(__AMX_TILE__)
-// Write row `row` of `rows` rows for i8: numbers of 16 bits, x = 256 high + low, as digits (amx.h).
+// Numbers of 16 bits as digits, x = 256 high + low: 64 of each digit, in their order, and their sums.
+struct Digits {
+  typedef std::int16_t Words __attribute__((vector_size(64)));
+  i32x16 highs = broadcast(0), lows = broadcast(0);
+
+  // n floats, or fewer if there are no more; the others become zeros.
+  __attribute__((always_inline)) void add(const RowScale<127 << 8>& row, const float* x, std::int64_t n, void* high, void* low) {
+    i32x16 q[4];
+    for (int i = 0; i < 4; ++i) q[i] = n > 16 * i ? row.integers(x + 16 * i, n - 16 * i) : broadcast(0);
+    const Words a = pairs(q[0], q[1]), b = pairs(q[2], q[3]), a_high = (a + 128) >> 8, b_high = (b + 128) >> 8;
+    highs = highs + store(high, a_high, b_high);
+    lows = lows + store(low, a - (a_high << 8), b - (b_high << 8));
+  }
+
+ private:
+  NI_INLINE Words pairs(i32x16 a, i32x16 b) { return (Words)_mm512_packs_epi32((__m512i)a.v[0], (__m512i)b.v[0]); }
+  // Both packed vectors have 4 numbers of each operand in turn.
+  NI_INLINE i32x16 store(void* to, Words a, Words b) {
+    constexpr vi kOrder = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32((__m512i)kOrder, _mm512_packs_epi16((__m512i)a, (__m512i)b)));
+    const __m512i ones = _mm512_set1_epi16(1);
+    return {(vi)_mm512_madd_epi16((__m512i)a, ones) + (vi)_mm512_madd_epi16((__m512i)b, ones)};
+  }
+};
+
+// Write row `row` of `rows` rows for i8 (amx.h).
 NI_INLINE void prepare_digits(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
                               std::size_t stride, std::uint8_t* out, float largest) {
   const bool tiles = uses_amx(WeightType::i8, rows);
   const std::int64_t height = tiles ? TileRows::of(/*digits=*/true, rows).height : rows, at = row % height;
   std::uint8_t* const group = out + (row - at) * stride;
-  i32x16 highs = broadcast(0), lows = broadcast(0);
-  const auto take = [&](std::int64_t k, i32x16 q) __attribute__((always_inline)) {
-    const i32x16 high = (q + broadcast(128)) >> 8;
-    highs = highs + high;
-    lows = lows + (q - (high << 8));
+  const RowScale<127 << 8> scale = RowScale<127 << 8>::of(x, n, largest);
+  Digits digits;
+  for (std::int64_t k = 0; k < depth; k += 64) {
     if (tiles) {
-      std::int8_t* to = (std::int8_t*)group + (k / 64 * 2 * height + at) * 64 + k % 64;
-      store_i8(to, high);
-      store_i8(to + height * 64, q);  // its last byte
-    } else {
-      alignas(64) Unit digits[2][4];
-      store_i8((std::int8_t*)digits[0], high);
-      store_i8((std::int8_t*)digits[1], q);
-      Unit* const to = (Unit*)group + k / 2 * height + at;
-      for (std::int64_t u = 0; u < 4; ++u)
-        for (std::int64_t d = 0; d < 2; ++d) to[(2 * u + d) * height] = digits[d][u];
+      std::uint8_t* to = group + (k / 64 * 2 * height + at) * 64;
+      digits.add(scale, x + k, n - k, to, to + height * 64);
+      continue;
     }
-  };
-  const float scale = quantize_row<127 << 8>(x, n, take, largest);
-  for (std::int64_t k = (n + 15) / 16 * 16; k < depth; k += 16) take(k, broadcast(0));
+    alignas(64) Unit own[2][16];
+    digits.add(scale, x + k, n - k, own[0], own[1]);
+    Unit* const to = (Unit*)group + k / 2 * height + at;
+    for (std::int64_t u = 0; u < 16; ++u)
+      for (std::int64_t d = 0; d < 2; ++d) to[(2 * u + d) * height] = own[d][u];
+  }
   Unit* const after = (Unit*)(group + 2 * depth * height) + at;
-  after[0] = bits<Unit>(scale);
-  after[height] = (Unit)(-128 * sum(highs));
-  after[2 * height] = (Unit)(-128 * sum(lows));
+  after[0] = bits<Unit>(scale.scale);
+  after[height] = (Unit)(-128 * sum(digits.highs));
+  after[2 * height] = (Unit)(-128 * sum(digits.lows));
+}
+
+// Write a row for weights with scales of groups: its int8 of each group, between those of 15 other rows; then, for each group and row,
+// the scale, the sum of the int8 and for the formats of GGUF files that of the first half, negative.
+template <std::int64_t G>
+NI_INLINE void prepare_group_tiles(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
+                                   std::size_t stride, std::uint8_t* out, float largest) {
+  const std::int64_t at = row % kTileRows;
+  std::uint8_t* const block = out + (row - at) * stride;
+  float* to = (float*)(block + depth * kTileRows) + at;
+  for (std::int64_t g = 0; g < depth / G; ++g, to += group_floats(type) * kTileRows) {
+    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G, largest);
+    __builtin_memcpy(block + (g * kTileRows + at) * G, group.q, G);
+    to[0] = group.scale;
+    if constexpr (G == kSmallGroup) {
+      to[kTileRows] = (float)-(group.sums[0] + group.sums[1]);
+      to[2 * kTileRows] = (float)-group.sums[0];
+    } else {
+      to[kTileRows] = -(float)group.sums[0];
+    }
+  }
 }
 #endif
 
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out, float largest) {
 #if defined(__AMX_TILE__)
+  if (group_of(type) && type != WeightType::i8 && uses_amx(type, rows))
+    return (type == WeightType::i4 ? prepare_group_tiles<kGroup> : prepare_group_tiles<kSmallGroup>)(type, x, n, depth, row,
+                                                                                                    stride, out, largest);
   if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, rows, stride, out);
   if (type == WeightType::i8) return prepare_digits(x, n, depth, row, rows, stride, out, largest);
 #endif

@@ -97,9 +97,9 @@ template <class C>
 struct Slot {
   Unit* keys;            // unit u of the key: keys[u * kBlock]
   typename C::T* value;  // of dimension d: value[d * C::kUnit]
-  std::int64_t head_dim;
+  std::int64_t head_dim, slot;
 
-  Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim) {
+  Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim), slot(slot) {
     Unit* const from = (Unit*)(part + C::kScales);
     const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
     keys = from + slot;
@@ -116,6 +116,17 @@ struct Slot {
   void values(std::int64_t d, Numbers x) const {
     alignas(64) Unit units[16 / C::kUnit];
     C::narrow(x, units);
+#if defined(__AMX_TILE__)
+    // One store of a part of each unit: other threads may write the rest of them.
+    std::uint8_t* const to = (std::uint8_t*)(value - slot % C::kUnit + d * C::kUnit);
+    if constexpr (C::kUnit == 4) {
+      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)units));
+      return _mm512_mask_storeu_epi8(to, 0x1111111111111111u << slot % 4, _mm512_slli_epi32(wide, (int)(slot % 4 * 8)));
+    } else if constexpr (C::kUnit == 2) {
+      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)units));
+      return _mm512_mask_storeu_epi16(to, 0x55555555u << slot % 2, _mm512_slli_epi32(wide, (int)(slot % 2 * 16)));
+    }
+#endif
     typename C::T numbers[16];
     __builtin_memcpy(numbers, units, sizeof numbers);
     for (std::int64_t j = 0; j < 16 && d + j < head_dim; ++j) value[(d + j) * C::kUnit] = numbers[j];
