@@ -401,7 +401,7 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
   NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups * W::kScales);
   W weights;
   alignas(64) std::int32_t dots[2][kTurn][kTileRows][16];
-  alignas(64) float sums[kRowsAtOnce][kPanel];
+  f32x16 sums[kRowsAtOnce][2];
   for (std::int64_t from = 0; from < groups; from += W::kMost) {
     const std::int64_t count = groups - from < W::kMost ? groups - from : W::kMost, tiles = count * W::kScales;
     weights.unpack(m, panel, from, count);
@@ -415,22 +415,22 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
       multiply_tile(i, x + (from + t / W::kScales) * W::kGroup * kTileRows + t % W::kScales * kInputs, W::kGroup,
                     weights.tile(t, next_half));
     };
-    const auto multiplied = [&]() __attribute__((always_inline)) {
+    const auto store_turn = [&]() __attribute__((always_inline)) {
+      NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
       turn ^= 1;
       if ((next_tile += kTurn) < tiles) return;
       next_tile = 0;
       if ((next_half ^= 1) == 0 && next_block + 1 < blocks) ++next_block;
     };
     NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) multiply(i);
-    NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
-    multiplied();
+    store_turn();
     for (std::int64_t b = 0; b < blocks; ++b) {
       const std::int64_t row = top + b * kTileRows;
       const float* const of_rows = (const float*)(task.x + row * task.x_stride + m.depth * kTileRows) + from * kFloats * kTileRows;
-      float(*const own)[kPanel] = sums + b * kTileRows;
+      f32x16(*const own)[2] = sums + b * kTileRows;
       for (int half = 0; half < 2; ++half) {
         f32x16 acc[kTileRows];
-        NI_TILE_ROWS acc[r] = from ? load(own[r] + 16 * half) : broadcast(0.0f);
+        NI_TILE_ROWS acc[r] = from ? own[r][half] : broadcast(0.0f);
         for (std::int64_t first = 0; first < tiles; first += kTurn) {
           NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) multiply(i);
           NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) {
@@ -440,14 +440,13 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
             const float* const floats = of_rows + t / W::kScales * kFloats * kTileRows;
             NI_TILE_ROWS acc[r] = W::add(acc[r], to_float(load_ints(dots[turn ^ 1][i][r])), scale, minimum, t, floats + r);
           }
-          NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
-          multiplied();
+          store_turn();
         }
         const f32x16 bias = load(m.bias + panel * kPanel + 16 * half);
-        NI_TILE_ROWS store(own[r] + 16 * half, from + count < groups ? acc[r] : acc[r] + bias);
+        NI_TILE_ROWS own[r][half] = from + count < groups ? acc[r] : acc[r] + bias;
       }
       if (from + count == groups)
-        finish_rows(task, panel, row, bottom - row < kTileRows ? bottom - row : kTileRows, (const f32x16(*)[2])own);
+        finish_rows(task, panel, row, bottom - row < kTileRows ? bottom - row : kTileRows, own);
     }
   }
 }
