@@ -78,8 +78,8 @@ NI_INLINE i32x16 operator|(i32x16 a, i32x16 b) { NI_EACH a.v[i] |= b.v[i]; retur
 NI_INLINE i32x16 operator&(i32x16 a, std::uint32_t b) { NI_EACH a.v[i] &= (std::int32_t)b; return a; }
 NI_INLINE i32x16 operator<<(i32x16 a, int n) { NI_EACH a.v[i] <<= n; return a; }
 NI_INLINE i32x16 operator>>(i32x16 a, int n) { NI_EACH a.v[i] >>= n; return a; }  // keeps the sign
-// A NaN in `a` is kept, so that an overflow reaches the logits, where it is reported.
-// a if one of them is NaN. GCC compares and selects where there are masks, which takes two instructions and twice as long.
+// If one of them is a NaN, the result is `a`: a NaN in `a` is kept, so that an overflow reaches the logits, where it is reported.
+// Where there are masks, GCC would compare and select, which takes two instructions and twice as long.
 #if defined(__AVX512F__)
 NI_INLINE f32x16 max(f32x16 a, f32x16 b) { return {(vf)_mm512_max_ps((__m512)b.v[0], (__m512)a.v[0])}; }
 NI_INLINE f32x16 min(f32x16 a, f32x16 b) { return {(vf)_mm512_min_ps((__m512)b.v[0], (__m512)a.v[0])}; }
