@@ -169,18 +169,19 @@ struct alignas(64) StoredSums {
   int turn = 0;
   Outputs<type> left;
 };
-  NI_INLINE void load_tiles(const std::int32_t (*from)[kPanel]) {
-    _tile_loadd(0, from[0], kPanel * 4);
-    _tile_loadd(1, from[0] + 16, kPanel * 4);
-    _tile_loadd(2, from[kTileRows], kPanel * 4);
-    _tile_loadd(3, from[kTileRows] + 16, kPanel * 4);
-  }
-  NI_INLINE void store_tiles(std::int32_t (*to)[kPanel]) {
-    _tile_stored(0, to[0], kPanel * 4);
-    _tile_stored(1, to[0] + 16, kPanel * 4);
-    _tile_stored(2, to[kTileRows], kPanel * 4);
-    _tile_stored(3, to[kTileRows] + 16, kPanel * 4);
-  }
+
+NI_INLINE void load_tiles(const std::int32_t (*from)[kPanel]) {
+  _tile_loadd(0, from[0], kPanel * 4);
+  _tile_loadd(1, from[0] + 16, kPanel * 4);
+  _tile_loadd(2, from[kTileRows], kPanel * 4);
+  _tile_loadd(3, from[kTileRows] + 16, kPanel * 4);
+}
+NI_INLINE void store_tiles(std::int32_t (*to)[kPanel]) {
+  _tile_stored(0, to[0], kPanel * 4);
+  _tile_stored(1, to[0] + 16, kPanel * 4);
+  _tile_stored(2, to[kTileRows], kPanel * 4);
+  _tile_stored(3, to[kTileRows] + 16, kPanel * 4);
+}
 
 constexpr std::int64_t kPrefetch = 16 << 10;
 constexpr std::int64_t kMostSteps = 12;  // 24 KiB of weights, which stay in the first-level cache for all rows
