@@ -54,7 +54,7 @@ Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t 
   const std::size_t bytes = prepared_bytes(w.m.type, w.m.in);
   std::vector<std::uint8_t> prepared(padded_rows(rows) * bytes);
   for (std::int64_t r = 0; r < rows; ++r)
-    k.prepare(w.m.type, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data(), /*largest=*/0);
+    k.prepare(w.m.prepared_as, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data(), /*largest=*/0);
   y.resize(rows * w.stride());
   const MatmulTask task{&w.m, prepared.data(), bytes, rows, y.data(), w.stride(), epilogue};
   k.matmul(task, 0, 1);
@@ -62,13 +62,14 @@ Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t 
   return y;
 }
 
-// What a row of activations is rounded to. With AMX, rows for i8 have one scale and 16 bits.
+// What a row of activations is rounded to. With AMX, rows for i8 have one scale and 16 bits, those for blocks of 256 one scale for each.
 std::vector<double> activations(const Kernels& k, WeightType type, const float* x, std::int64_t n) {
   std::vector<double> a(x, x + n);
-  const bool digits = type == WeightType::i8 && std::string(k.name).starts_with("amx");
+  const bool amx = std::string(k.name).starts_with("amx"), digits = amx && type == WeightType::i8;
+  const bool blocks = amx && whole_scales(type);
   if (type == WeightType::bf16)
     for (double& v : a) v = as_bf16(static_cast<float>(v));
-  if (const std::int64_t group = digits ? n : group_of(type))
+  if (const std::int64_t group = digits ? n : blocks ? 256 : group_of(type))
     for (std::int64_t g = 0; g < n; g += group) {
       const std::int64_t size = std::min(group, n - g);
       const float integer = digits ? 127 << 8 : 127;
@@ -79,7 +80,7 @@ std::vector<double> activations(const Kernels& k, WeightType type, const float* 
 }
 
 void check_row(Test& t, const Kernels& k, const Packed& w, const float* x, const float* got) {
-  const std::vector<double> a = activations(k, w.m.type, x, w.m.in);
+  const std::vector<double> a = activations(k, w.m.prepared_as, x, w.m.in);
   for (std::int64_t o = 0; o < w.m.out; ++o) {
     const Floats weights = w.row(o);
     double sum = w.bias[o], magnitude = std::fabs(w.bias[o]);
@@ -128,11 +129,15 @@ std::vector<std::uint8_t> random_blocks(WeightType type, std::int64_t count) {
 }
 
 // A row alone is right, and it is the same among few and many others. tests/native compares unpacked blocks with ggml's values.
-void test_blocks(Test& t, const Kernels& k, WeightType type) {
+// shared: the matrix takes the rows of one in that format.
+void test_blocks(Test& t, const Kernels& k, WeightType type, WeightType shared) {
   constexpr std::int64_t kRows = 41;
   const BlockFormat f(type);
-  for (const std::int64_t in : {f.inputs, 3 * f.inputs, 10 * f.inputs}) {
-    const Packed w(type, random_blocks(type, 70 * in / f.inputs), 70, in);
+  const std::int64_t least = std::max(f.inputs, BlockFormat(shared).inputs);
+  for (const std::int64_t in : {least, 3 * least, 10 * least}) {
+    Packed w(type, random_blocks(type, 70 * in / f.inputs), 70, in);
+    Matrix other = matrix_of(shared, 70, in);
+    t.check(share_rows({&w.m, &other}), "%s and %s do not share rows", name_of(type), name_of(shared));
     const Floats x = random(kRows * in, 14), all = multiply(k, w, x.data(), kRows);
     for (std::int64_t r = 0; r < kRows; r += 3) {
       const Floats alone = multiply(k, w, &x[r * in], 1);
@@ -269,7 +274,10 @@ int main(int argc, char** argv) {
       test_epilogues(t, *k, type);
       test_nan_and_infinity(t, *k, type);
     }
-    for (const WeightType type : kBlockTypes) test_blocks(t, *k, type);
+    for (const WeightType type : kBlockTypes) {
+      test_blocks(t, *k, type, type);
+      if (!whole_scales(type)) test_blocks(t, *k, type, WeightType::q4_k);
+    }
     test_gelu_range(t, *k);
     test_fused(t, *k);
     std::printf("products on %s\n", k->name);

@@ -1,7 +1,8 @@
 """The formats of GGUF files in the C++ kernels: their values are ggml's, bit for bit, and products are exact.
 
 The values are those of `gguf_formats`, which tests/models/test_gguf.py compares with the package gguf. The reference of
-a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs.
+a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs, or with AMX
+for those of a block of 256.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def values(format: Format, blocks: Array) -> Array:
     return format.dequantize(blocks.reshape(-1, format.block_bytes)).reshape(len(blocks), -1)
 
 
-def activations(x: Array) -> Array:
-    groups = x.reshape(len(x), -1, 32)
+def activations(x: Array, group: int) -> Array:
+    groups = x.reshape(len(x), -1, group)
     most = np.abs(groups).max(2, keepdims=True)
     rounded = np.round(groups * (np.float32(127) / most)) * (most / np.float32(127)).astype(np.float64)
     return rounded.reshape(x.shape)
@@ -75,7 +76,7 @@ def activations(x: Array) -> Array:
 def check_product(format: Format, blocks: Array, x: Array, isa: str) -> Array:
     w = values(format, blocks).astype(np.float64)
     got: Array = _native.multiply(weights=blocks, bias=None, x=x, format=format.name.lower(), isa=isa)
-    a = activations(x)
+    a = activations(x, 256 if isa == "amx" and format.block_size == 256 else 32)
     # A group's weights are multiplied as scale (code - offset) - minimum: the rounding is that of these two terms.
     assert np.all(np.abs(got - a @ w.T) <= RTOL * (np.abs(a) @ bounds(format, blocks).T) + 1e-37)
     return got

@@ -11,8 +11,9 @@
 // another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of a block of rows follow each other, so that a
 // thread reads them as one stream (TileRows). Beside 16 or more rows, those after the last one, up to a multiple of 16, are
 // read and their results dropped, and blocks of bfloat16 have 32, so the memory of prepared rows is that large (padded_rows).
-// Other formats have scales of groups of weights, so that the sums of each group are stored and scaled. Weights are unpacked to
-// signed bytes, which many rows share, and rows of int8 lie as tiles: the inputs of a group of 16 rows follow each other.
+// Other formats have scales of groups of weights, so that the sums of each group are stored and scaled, unless these scales are
+// integers (blocks_amx.h). Weights are unpacked to signed bytes, which many rows share, and rows of int8 lie as tiles: 64 inputs of
+// 16 rows follow each other.
 //
 // A row's result does not depend on the number of rows. bfloat16 always takes this path: its instruction adds in an
 // order of its own. Sums of integers are exact, so few rows take vector registers, with the same result.
@@ -24,17 +25,22 @@ constexpr std::int64_t kTileRows = 16, kTileBytes = kTileRows * 64;
 constexpr std::int64_t kRowsAtOnce = 256, kBlockRows = 512;
 // As kRowBlockBytes: CPUs with AMX have 2 MiB of second-level cache. Each block reads the weights again.
 constexpr std::size_t kRowBlockBytesAmx = 832 << 10;
-// With fewer rows, VNNI is faster: it computes no padding. Groups of 32 inputs use half of a tile register.
-constexpr std::int64_t kRowsDigits = 2;
-constexpr std::int64_t rows_amx_int8(WeightType type) { return 2 * kRowsInt * kGroup / group_of(type); }
-
-NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
-  if (type == WeightType::i8) return rows > kRowsDigits;
-  return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
+// The rows up to which VNNI is faster: it computes no padding. Groups of 32 inputs use half of a tile register.
+constexpr std::int64_t rows_in_registers(WeightType type) {
+  return type == WeightType::bf16 ? 0 : type == WeightType::i8 ? 2 : whole_scales(type) ? 8 : type == WeightType::i4 ? 12 : 24;
+}
+constexpr bool uses_amx(WeightType type, std::int64_t rows) {
+  return (type == WeightType::bf16 || group_of(type)) && rows > rows_in_registers(type);
 }
 
-// Floats of a prepared row for each group of inputs (rows.h).
-constexpr std::int64_t group_floats(WeightType type) { return has_blocks(type) ? 3 : 2; }
+// Where 16 prepared rows for weights with scales of groups have their parts, in bytes: tiles of 64 inputs of each row; for each group
+// of inputs 16 scales and 16 sums, as floats; for each 256 inputs a tile of sums (rows.h).
+constexpr std::int64_t tile_at(std::int64_t input) { return input / 64 * kTileBytes + input % 64; }
+constexpr std::int64_t floats_at(std::int64_t depth) { return (depth + 63) / 64 * kTileBytes; }
+constexpr std::int64_t sums_at(std::int64_t depth) { return floats_at(depth) + depth / kSmallGroup * 2 * kTileRows * 4; }
+NI_INLINE const float* group_floats(const MatmulTask& task, std::int64_t row) {
+  return (const float*)(task.x + row * task.x_stride + floats_at(task.w->depth));
+}
 
 // The compiler knows of no memory that a tile is loaded from: what was stored before must not be moved behind the load.
 NI_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
@@ -286,12 +292,12 @@ void multiply_digits(const MatmulTask& task, std::int64_t begin, std::int64_t en
   }
 }
 
-// Formats whose groups of weights have scales: unpacked weights for tiles. Tile t of a chunk has the inputs that share a scale, as
-// signed bytes. `add` adds its sums with a row, of which `of_row[16 i]` are the floats of a group (rows.h), to those before.
+// Formats whose groups of weights have scales: unpacked weights for tiles. Tile t of a chunk has a group of inputs, as signed
+// bytes. `add` adds its sums with a row, of which `of_row[16 i]` are the floats of the group (rows.h), to those before.
 template <WeightType type>
 struct TileWeights {
   using C = ChunkOf<type>;
-  static constexpr std::int64_t kGroup = kSmallGroup, kScales = C::kScales, kMost = kChunkGroups;
+  static constexpr std::int64_t kGroup = kSmallGroup, kMost = kChunkGroups;
   C chunk;
 
   void unpack(const Matrix& m, std::int64_t panel, std::int64_t from, std::int64_t count) {
@@ -304,25 +310,21 @@ struct TileWeights {
       }
     }
   }
-  const void* tile(std::int64_t t, int half) const { return chunk.codes[t / kScales][t % kScales * (8 / kScales)][half]; }
-  f32x16 scale(std::int64_t t, int half) const { return C::scale(chunk, t / kScales, t % kScales, half); }
+  const void* tile(std::int64_t t, int half) const { return chunk.codes[t][0][half]; }
+  f32x16 scale(std::int64_t t, int half) const { return C::scale(chunk, t, 0, half); }
   f32x16 minimum(std::int64_t t, int half) const {
-    if constexpr (C::kMinimum) return C::minimum(chunk, t / kScales, t % kScales, half);
+    if constexpr (C::kMinimum) return C::minimum(chunk, t, 0, half);
     return broadcast(0.0f);
   }
-  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 minimum, std::int64_t t, const float* of_row) {
+  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 minimum, const float* of_row) {
     f32x16 product = dot * scale;
-    if constexpr (C::kMinimum) {
-      f32x16 total = broadcast(of_row[kScales == 1 ? 16 : 32]);
-      if (t % kScales == 1) total = broadcast(of_row[16]) - total;
-      product = fma(minimum, total, product);
-    }
+    if constexpr (C::kMinimum) product = fma(minimum, broadcast(of_row[16]), product);
     return fma(product, broadcast(*of_row), sum);
   }
 };
 template <>
 struct alignas(64) TileWeights<WeightType::i4> {
-  static constexpr std::int64_t kGroup = nanoinfer::kGroup, kScales = 1, kMost = 8;
+  static constexpr std::int64_t kGroup = nanoinfer::kGroup, kMost = 8;
   std::uint8_t codes[kMost][kGroup / 4][2][64];
   float scales[kMost][2][16], zeros[kMost][2][16];
 
@@ -345,17 +347,17 @@ struct alignas(64) TileWeights<WeightType::i4> {
   const void* tile(std::int64_t t, int half) const { return codes[t][0][half]; }
   f32x16 scale(std::int64_t t, int half) const { return load(scales[t][half]); }
   f32x16 minimum(std::int64_t t, int half) const { return load(zeros[t][half]); }
-  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 zero, std::int64_t, const float* of_row) {
+  NI_INLINE f32x16 add(f32x16 sum, f32x16 dot, f32x16 scale, f32x16 zero, const float* of_row) {
     return fma(fma(zero, broadcast(of_row[16]), dot), scale * broadcast(*of_row), sum);
   }
 };
 
 // Tile `sum` (0 to 3) of x times w.
-NI_INLINE void multiply_tile(int sum, const std::uint8_t* x, std::int64_t x_stride, const void* w) {
+NI_INLINE void multiply_tile(int sum, const std::uint8_t* x, const void* w) {
 #define NI_MULTIPLY_TILE(sum, of_x, of_w) \
   case sum:                               \
     _tile_zero(sum);                      \
-    _tile_loadd(of_x, x, x_stride);       \
+    _tile_loadd(of_x, x, 64);             \
     _tile_loadd(of_w, w, kLine);          \
     _tile_dpbssd(sum, of_x, of_w);        \
     break;
@@ -396,30 +398,29 @@ struct NextPanel {
 template <WeightType type>
 inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
   using W = TileWeights<type>;
-  constexpr std::int64_t kTurn = 4, kInputs = W::kGroup / W::kScales, kFloats = group_floats(type);
+  constexpr std::int64_t kTurn = 4;
   const Matrix& m = *task.w;
   const std::int64_t groups = m.depth / W::kGroup, blocks = (bottom - top + kTileRows - 1) / kTileRows;
-  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups * W::kScales);
+  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups);
   W weights;
   alignas(64) std::int32_t dots[2][kTurn][kTileRows][16];
   f32x16 sums[kRowsAtOnce][2];
   for (std::int64_t from = 0; from < groups; from += W::kMost) {
-    const std::int64_t count = groups - from < W::kMost ? groups - from : W::kMost, tiles = count * W::kScales;
+    const std::int64_t count = groups - from < W::kMost ? groups - from : W::kMost;
     weights.unpack(m, panel, from, count);
     finish_stores();
     std::int64_t next_block = 0, next_tile = 0, turn = 0;  // what is multiplied next
     int next_half = 0;
     const auto multiply = [&](int i) __attribute__((always_inline)) {
-      const std::int64_t t = next_tile + i < tiles ? next_tile + i : tiles - 1;
+      const std::int64_t t = next_tile + i < count ? next_tile + i : count - 1;
       const std::uint8_t* const x = task.x + (top + next_block * kTileRows) * task.x_stride;
       next.step();
-      multiply_tile(i, x + (from + t / W::kScales) * W::kGroup * kTileRows + t % W::kScales * kInputs, W::kGroup,
-                    weights.tile(t, next_half));
+      multiply_tile(i, x + tile_at((from + t) * W::kGroup), weights.tile(t, next_half));
     };
     const auto store_turn = [&]() __attribute__((always_inline)) {
       NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) store_tile(i, dots[turn][i]);
       turn ^= 1;
-      if ((next_tile += kTurn) < tiles) return;
+      if ((next_tile += kTurn) < count) return;
       next_tile = 0;
       if ((next_half ^= 1) == 0 && next_block + 1 < blocks) ++next_block;
     };
@@ -427,19 +428,19 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
     store_turn();
     for (std::int64_t b = 0; b < blocks; ++b) {
       const std::int64_t row = top + b * kTileRows;
-      const float* const of_rows = (const float*)(task.x + row * task.x_stride + m.depth * kTileRows) + from * kFloats * kTileRows;
+      const float* const of_rows = group_floats(task, row) + from * 2 * kTileRows;
       f32x16(*const own)[2] = sums + b * kTileRows;
       for (int half = 0; half < 2; ++half) {
         f32x16 acc[kTileRows];
         NI_TILE_ROWS acc[r] = from ? own[r][half] : broadcast(0.0f);
-        for (std::int64_t first = 0; first < tiles; first += kTurn) {
+        for (std::int64_t first = 0; first < count; first += kTurn) {
           NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) multiply(i);
           NI_UNROLL(4) for (int i = 0; i < kTurn; ++i) {
             const std::int64_t t = first + i;
-            if (t >= tiles) break;
+            if (t >= count) break;
             const f32x16 scale = weights.scale(t, half), minimum = weights.minimum(t, half);
-            const float* const floats = of_rows + t / W::kScales * kFloats * kTileRows;
-            NI_TILE_ROWS acc[r] = W::add(acc[r], to_float(load_ints(dots[turn ^ 1][i][r])), scale, minimum, t, floats + r);
+            const float* const floats = of_rows + t * 2 * kTileRows;
+            NI_TILE_ROWS acc[r] = W::add(acc[r], to_float(load_ints(dots[turn ^ 1][i][r])), scale, minimum, floats + r);
           }
           store_turn();
         }
@@ -454,22 +455,10 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
 
 template <WeightType type>
 void matmul_groups(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const TileRegisters registers(TileWeights<type>::kGroup / TileWeights<type>::kScales);
+  const TileRegisters registers(TileWeights<type>::kGroup);
   for (std::int64_t top = 0; top < task.rows; top += kRowsAtOnce) {
     const std::int64_t bottom = top + kRowsAtOnce < task.rows ? top + kRowsAtOnce : task.rows;
     for (std::int64_t panel = begin; panel < end; ++panel) multiply_groups<type>(task, panel, top, bottom);
-  }
-}
-
-void matmul_amx(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.w->type) {
-    case WeightType::i8: return matmul_tiles<WeightType::i8>(task, begin, end);
-    case WeightType::i4: return matmul_groups<WeightType::i4>(task, begin, end);
-#define NI_PRODUCT(name) \
-  case WeightType::name: return matmul_groups<WeightType::name>(task, begin, end);
-    NI_BLOCK_FORMATS(NI_PRODUCT)
-#undef NI_PRODUCT
-    default: return matmul_tiles<WeightType::bf16>(task, begin, end);
   }
 }
 

@@ -112,7 +112,7 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
   const std::size_t x_stride = w.m.prepared;
   std::vector<std::uint8_t> prepared(padded_rows(rows) * x_stride);
   for (std::int64_t r = 0; r < rows; ++r)
-    kernels.prepare(w.m.type, x.data() + r * w.m.in, w.m.in, w.m.depth, r, rows, x_stride, prepared.data(), /*largest=*/0);
+    kernels.prepare(w.m.prepared_as, x.data() + r * w.m.in, w.m.in, w.m.depth, r, rows, x_stride, prepared.data(), /*largest=*/0);
   kernels.matmul({&w.m, prepared.data(), x_stride, rows, to.data(), stride, last, 2.0f}, 0, w.m.panels);
   return to_numpy(to, rows, w.m.out, stride);
 }

@@ -60,7 +60,7 @@ class FloatMatrix {
       const MatmulTask task{&m_, prepared.data(), m_.prepared, rows, y.get(), stride, Epilogue::store, 0};
       const Phase prepare{rows, [&](int, Range part) {
         for (std::int64_t r = part.begin; r < part.end; ++r)
-          kernels_.prepare(m_.type, x.data() + r * m_.in, m_.in, m_.depth, r, rows, m_.prepared, prepared.data(), /*largest=*/0);
+          kernels_.prepare(m_.prepared_as, x.data() + r * m_.in, m_.in, m_.depth, r, rows, m_.prepared, prepared.data(), /*largest=*/0);
       }};
       const Phase multiply{m_.panels, [&](int, Range part) { kernels_.matmul(task, part.begin, part.end); }};
       std::shared_ptr<ThreadPool> threads = threads_;  // another one in a forked child

@@ -5,6 +5,7 @@
 // integers of each 16 or 32 inputs that share a scale. A tile of rows reads the weights from their records, or records are
 // unpacked, 256 inputs at a time, and all rows of a block are multiplied with them. Both read the same numbers and compute
 // with the same functions, so the result of a row does not depend on the number of rows.
+// blocks_amx.h has other sums of the formats with integer scales.
 #pragma once
 
 #include "chunks.h"
@@ -77,6 +78,16 @@ struct Record {
     if constexpr (f.num_scales == 0) return r.minimums[h];
     return r.minimums[h] * load_u8(r.values + (f.num_scales + group * kScales + s) * kPanel + 16 * h);
   }
+  // The integers that they are products of.
+  NI_INLINE i32x16 whole_scale(const Record& r, int group, int s, int h) {
+    if constexpr (f.num_scales == 0) return broadcast(1);
+    const int at = (group * kScales + s) * kPanel + 16 * h;
+    if constexpr (f.scale_bits == 8) return (load_bytes(r.data + f.values() + at) << 24) >> 24;
+    return load_bytes(r.values + at) - broadcast(f.scale_zero);
+  }
+  NI_INLINE i32x16 whole_minimum(const Record& r, int group, int s, int h) {
+    return load_bytes(r.values + (f.num_scales + group * kScales + s) * kPanel + 16 * h);
+  }
 };
 
 // Groups of 32 inputs of a panel, unpacked from records of any format with as many scales and minimums.
@@ -130,17 +141,18 @@ struct BlockUnits {
       : x(t.units<std::int32_t>(group * 8, M)),
         scale(t.units<float>(t.depth / 4 + group, M)),
         sum(t.units<std::int32_t>(t.depth / 4 + t.depth / 32 + 2 * group, M)) {}
+
+  // Of the activations of row m that share scale s of `scales`, negated.
+  __attribute__((always_inline)) i32x16 sum_of(int scales, int s, int m) const {
+    return broadcast(scales == 1 ? sum[m] + sum[M + m] : sum[s * M + m]);
+  }
 };
 
-// Add the products of the inputs of scale s of a group of W, a Record or a Chunk, for N halves of the panel from h on.
+// The exact sums of the inputs of scale s of a group of W, a Record or a Chunk, for N halves of the panel from h on.
 template <class W, int M, int N>
-NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, const BlockUnits<M>& u, Acc<M>& acc) {
+NI_INLINE void dot_inputs(const W& w, int offset_bits, int g, int s, int h, const BlockUnits<M>& u, i32x16 (&dot)[M][N]) {
   constexpr int kQuads = 8 / W::kScales, kStep = W::kLines == 0 ? 1 : W::kLines < kQuads ? W::kLines : kQuads;
   constexpr bool kSigned = W::kLines == 1;  // these formats have the offset 128
-  i32x16 dot[M][N];
-  const auto sum = [&](int m) __attribute__((always_inline)) {  // of the activations, negated
-    return broadcast(W::kScales == 1 ? u.sum[m] + u.sum[M + m] : u.sum[s * M + m]);
-  };
   NI_UNROLL(8) for (int first = 0; first < kQuads; first += kStep) {
     i32x16 pairs[M][N];
     NI_UNROLL(8) for (int i = first; i < first + kStep; ++i) {
@@ -152,7 +164,7 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
       NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) {
         const std::int32_t x = u.x[(s * kQuads + i) * M + m];
         if constexpr (W::kLines == 0) {
-          if (i == 0) dot[m][n] = W::kMinimum ? broadcast(0) : sum(m) << offset_bits;
+          if (i == 0) dot[m][n] = W::kMinimum ? broadcast(0) : u.sum_of(W::kScales, s, m) << offset_bits;
           dot[m][n] = dot4(dot[m][n], q[n], x);
         } else {
           const i32x16 products = kSigned ? dot_signed_pairs(q[n], x) : dot_pairs(q[n], x);
@@ -167,14 +179,22 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
         if constexpr (kStep < kQuads) in_order(dot[m][n]);
       }
   }
+  if constexpr (W::kLines > 1 && !W::kMinimum)
+    NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) dot[m][n] = dot[m][n] + (u.sum_of(W::kScales, s, m) << offset_bits);
+}
+
+// Add their products with the scales.
+template <class W, int M, int N>
+NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, const BlockUnits<M>& u, Acc<M>& acc) {
+  i32x16 dot[M][N];
+  dot_inputs<W, M, N>(w, offset_bits, g, s, h, u, dot);
   NI_UNROLL(2) for (int n = 0; n < N; ++n) {
     const f32x16 scale = W::scale(w, g, s, h + n);
     f32x16 minimum;
     if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h + n);
     NI_ROWS {
-      if constexpr (W::kLines > 1 && !W::kMinimum) dot[m][n] = dot[m][n] + (sum(m) << offset_bits);
       f32x16 product = to_float(dot[m][n]) * scale;
-      if constexpr (W::kMinimum) product = fma(minimum, to_float(sum(m)), product);
+      if constexpr (W::kMinimum) product = fma(minimum, to_float(u.sum_of(W::kScales, s, m)), product);
       acc.v[m][h + n] = fma(product, broadcast(u.scale[m]), acc.v[m][h + n]);
     }
   }

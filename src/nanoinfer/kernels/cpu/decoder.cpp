@@ -29,10 +29,6 @@ void check_float(const char* name, float value, float low, float high) {
 // Bytes of a matrix among others: each begins at a multiple of 64.
 std::int64_t padded_bytes(const Matrix& m) { return (m.panels * m.panel_bytes + 63) / 64 * 64; }
 
-bool same_inputs(const Matrix& a, const Matrix& b) {
-  return a.type == b.type || (has_blocks(a.type) && has_blocks(b.type));
-}
-
 // Fill in the fields that follow from others (DecoderShape).
 void resolve(DecoderShape& s) {
   check_size("n_layer", s.n_layer);
@@ -238,7 +234,7 @@ void Decoder::add_mlp(const std::string& prefix, LayerWeights& layer, std::int64
   const bool gated = model_.shape.gated_mlp;
   if (gated) add_matrix(prefix + "c_gate", layer.c_gate, width, C, /*with_bias=*/true);
   add_matrix(prefix + "c_fc", layer.c_fc, width, C, /*with_bias=*/true);
-  require(!gated || same_inputs(layer.c_gate, layer.c_fc),
+  require(!gated || share_rows({&layer.c_gate, &layer.c_fc}),
           prefix + "c_gate and c_fc share their inputs: their formats must take the same activations");
   add_matrix(prefix + "c_proj", layer.mlp_proj, C, width, /*with_bias=*/true);
 }
@@ -263,7 +259,7 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
   }
   add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/true);
   add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/true);
-  require(same_inputs(w.c_gate, w.c_fc),
+  require(share_rows({&w.c_gate, &w.c_fc}),
           prefix + "experts.c_gate and c_fc share their inputs: their formats must take the same activations");
   add_matrix(prefix + "experts.c_proj", w.c_proj, E * C, F, /*with_bias=*/true);
   if (s.shared_dim) add_mlp(prefix + "shared.", layer, s.shared_dim);
@@ -313,6 +309,7 @@ void Decoder::add_parts(const std::string& name, std::vector<Matrix>& parts, std
   }
   const auto& formats = found->second;
   parts.resize(formats.size());
+  std::vector<Matrix*> shared;
   std::int64_t first = 0;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const auto& [type, rows] = formats[i];
@@ -320,7 +317,9 @@ void Decoder::add_parts(const std::string& name, std::vector<Matrix>& parts, std
             "tensor '" + name + ".weight': its parts must be in blocks, and begin at multiples of " + str(kPanel));
     add_part(name + (i ? ".weight:" + str(i) : ".weight"), parts[i], type, rows, in);
     first += rows;
+    shared.push_back(&parts[i]);
   }
+  share_rows(shared);
   require(first == out, "tensor '" + name + ".weight' has parts of " + str(first) + " rows, must have " + str(out));
   slots_[name + ".weight"].bias = &(slots_[name + ".bias"] = {.columns = out, .optional = true});
 }

@@ -167,7 +167,7 @@ std::int64_t Mixture::most_hidden_items() const {
 
 const float* Mixture::prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot) {
   const Group& g = groups_[group_of_[slot]];
-  kernels.prepare(w.type, from, w.in, w.depth, slot - g.slot, g.rows, w.prepared, prepared_ + g.prepared * w.prepared,
+  kernels.prepare(w.prepared_as, from, w.in, w.depth, slot - g.slot, g.rows, w.prepared, prepared_ + g.prepared * w.prepared,
                   /*largest=*/0);
   return from;
 }

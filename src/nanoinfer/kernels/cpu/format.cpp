@@ -493,7 +493,9 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
     case WeightType::f16: return round_up(depth * 4, 64);
     case WeightType::bf16: return round_up(depth * 2, 64);
     case WeightType::i8: return depth * 2 + 64;  // two digits, with AMX
-    default: return round_up(depth + depth / group_of(type) * (has_blocks(type) ? 12 : 8), 64);
+    case WeightType::i4: return round_up(depth + depth / kGroup * 8, 64);
+    // With AMX tiles of 64 inputs and a tile of sums for each 256.
+    default: return round_up(round_up(depth, 64) + depth / kSmallGroup * 12 + depth / 256 * 64, 64);
   }
 }
 
@@ -507,12 +509,23 @@ Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in) {
     throw std::invalid_argument("a matrix of " + std::to_string(in) + " inputs in int8: the limit is " +
                                 std::to_string(kMostInputsInt8) + "; use int4 or bfloat16");
   return {.type = type,
+          .prepared_as = type,
           .out = out,
           .in = in,
           .depth = padded_depth(type, in),
           .panels = (out + kPanel - 1) / kPanel,
           .prepared = prepared_bytes(type, in),
           .panel_bytes = panel_bytes(type, in)};
+}
+
+bool share_rows(const std::vector<Matrix*>& matrices) {
+  WeightType type = matrices[0]->type;
+  for (const Matrix* m : matrices) {
+    if (m->type != type && !(has_blocks(m->type) && has_blocks(type))) return false;
+    if (whole_scales(m->type)) type = m->type;
+  }
+  for (Matrix* m : matrices) m->prepared_as = type;
+  return true;
 }
 
 void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to) {

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 
@@ -28,6 +29,8 @@ std::size_t most_prepared_bytes(std::int64_t in);  // of all types
 // A view of a matrix of this shape without its memory, which the owner sets: panels * panel_bytes bytes of data, and
 // panels * kPanel scales and biases.
 Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in);
+// Let matrices take the same prepared rows; false if their formats do not.
+bool share_rows(const std::vector<Matrix*>& matrices);
 
 // A matrix, or a vector as one row, in the values and strides of a checkpoint. It is not owned and need not be aligned.
 enum class ValueType : int { f32, f16, bf16 };

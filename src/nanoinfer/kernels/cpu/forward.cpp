@@ -366,7 +366,7 @@ void ForwardPass::route(const LayerWeights& layer) {
       const float factor = 1 / std::sqrt(static_cast<float>(s.n_embd));
       for (std::int64_t i = 0; i < s.n_embd; ++i) y[i] *= factor;
     }
-    kernels_.prepare(router.type, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_, /*largest=*/0);
+    kernels_.prepare(router.prepared_as, y, s.n_embd, router.depth, r, num_rows_, router.prepared, prepared_, /*largest=*/0);
   });
   multiply(router, m.logits, m.logit_stride, Epilogue::store);
 }
@@ -436,7 +436,7 @@ void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std:
     x = y;
   }
   const Range rows = rows_with(row);
-  kernels_.prepare(next.type, x, next.in, next.depth, row - rows.begin, rows.end - rows.begin, next.prepared, prepared(rows),
+  kernels_.prepare(next.prepared_as, x, next.in, next.depth, row - rows.begin, rows.end - rows.begin, next.prepared, prepared(rows),
                    largest);
 }
 
@@ -591,7 +591,7 @@ void ForwardPass::finish() {
     if (model_.shape.final_scale != 1)
       for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
     observe(y, w, rank);
-    kernels_.prepare(w.type, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data(), /*largest=*/0);
+    kernels_.prepare(w.prepared_as, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data(), /*largest=*/0);
   });
 }
 

@@ -50,6 +50,7 @@ constexpr Epilogue after_gate(Epilogue activation) {
 // A thread reads its panels, and therefore memory, in order.
 struct Matrix {
   WeightType type;
+  WeightType prepared_as;    // the format that rows are prepared for: `type`, or that of another matrix with the same inputs
   std::int64_t out, in;
   std::int64_t depth;        // `in`, padded as the type requires
   std::int64_t panels;       // ceil(out / kPanel)
@@ -68,9 +69,10 @@ constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 31) / 32 
 //   i8, i4:   int8[depth], float scale[depth / 64], shift[depth / 64]
 //   i8, AMX:  int8 digits[2][depth], float scale, int32 shift[2] (amx.h)
 //   others:   int8[depth], float scale[depth / 32], int32 sum[depth / 16], negative
-// and in tiles of AMX (rows.h), the same numbers with sums in float.
+// and in tiles of AMX, other forms of the same numbers (rows.h). With AMX, rows for blocks of 256 inputs (whole_scales in layout.h)
+// have one scale for these.
 // A shift is what the sum s of a group's int8 contributes to its products: i8: int32 -128 s; i4: float -s, times a zero
-// point. Rows for the formats of GGUF files are the same for all of them, because a file's matrices differ in format.
+// point. Matrices in different formats of GGUF files may take the same rows (Matrix::prepared_as).
 // Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the
 // number of rows; the result does not.
 struct MatmulTask {

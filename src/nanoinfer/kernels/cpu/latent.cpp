@@ -101,7 +101,7 @@ void ForwardPass::multiply_heads(const Matrix& w, std::int64_t width, const floa
     for (std::int64_t h = 0; h < model_.shape.n_head; ++h) {
       const float* x = from + r * stride + h * distance;
       observe(x, w, rank);
-      kernels_.prepare(w.type, x, w.in, w.depth, r, num_rows_, w.prepared, heads.prepared(w, h, num_rows_),
+      kernels_.prepare(w.prepared_as, x, w.in, w.depth, r, num_rows_, w.prepared, heads.prepared(w, h, num_rows_),
                        /*largest=*/0);
     }
   });

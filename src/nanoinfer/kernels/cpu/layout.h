@@ -102,6 +102,9 @@ struct BlockFormat {
   NI_LAYOUT std::int64_t ahead() const { return bits == 8 ? 3 << 10 : bits == 4 && more == 0 ? 1 << 10 : 12 << 10; }
 };
 
+// Whether a block of 256 inputs has one scale, and groups in it integers or none.
+NI_LAYOUT bool whole_scales(WeightType type) { return BlockFormat(type).inputs == 256; }
+
 #undef NI_LAYOUT
 
 }  // namespace nanoinfer

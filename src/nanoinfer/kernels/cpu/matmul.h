@@ -1,10 +1,10 @@
-// The product of rows and a matrix in any format: in vector registers (products.h, blocks.h), or in tiles of AMX (amx.h).
+// The product of rows and a matrix in any format: in vector registers (products.h, blocks.h), or in tiles of AMX (amx.h, blocks_amx.h).
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
 #include "blocks.h"
 #if defined(__AMX_TILE__)
-#include "amx.h"
+#include "blocks_amx.h"
 #else
 NI_INLINE bool uses_amx(WeightType, std::int64_t) { return false; }
 constexpr std::int64_t kBlockRows = 0;
@@ -13,6 +13,9 @@ constexpr std::int64_t kBlockRows = 0;
 using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t, std::int64_t, std::int64_t);
 template <WeightType type, int M>
 constexpr TileFunction tile_of() {
+#if defined(__AMX_TILE__)
+  if constexpr (whole_scales(type)) return tile_whole_scales<type, M>;
+#endif
   if constexpr (has_blocks(type)) return tile_blocks<type, M>;
   else return tile<type, M>;
 }
@@ -86,7 +89,7 @@ void matmul_16_bits(const MatmulTask& task, std::int64_t begin, std::int64_t end
 
 void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
 #if defined(__AMX_TILE__)
-  if (uses_amx(task.w->type, task.rows)) return matmul_amx(task, begin, end);
+  if (uses_amx(task.w->prepared_as, task.rows)) return matmul_amx(task, begin, end);
   if (task.w->type == WeightType::i8) return (task.rows == 1 ? multiply_digits<1> : multiply_digits<2>)(task, begin, end);
 #endif
   switch (task.w->type) {

@@ -16,68 +16,6 @@ NI_INLINE i32x16 round(f32x16 x) {
   return r;
 }
 
-// Up to G floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127; `given` may be it. A group with a
-// NaN or an infinity gets a NaN scale, which reaches the logits.
-template <std::int64_t G>
-struct Int8Group {
-  static constexpr std::int64_t kSums = G == kSmallGroup ? 16 : G;  // numbers of each sum
-  std::int8_t q[G];
-  float scale;
-  std::int32_t sums[G / kSums];
-};
-template <std::int64_t G>
-NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n, float given) {
-  constexpr int kVectors = G / 16, kOfSum = Int8Group<G>::kSums / 16;
-  f32x16 v[kVectors];
-  i32x16 top = broadcast(0);  // the bits of magnitudes are in their order; those of NaN and infinity are the largest
-  for (int k = 0; k < kVectors; ++k) {
-    v[k] = n > 16 * k ? load_first(x + 16 * k, n - 16 * k) : broadcast(0.0f);
-    NI_EACH {
-      const vi magnitude = bits<vi>(v[k].v[i]) & 0x7fffffff;
-      top.v[i] = top.v[i] < magnitude ? magnitude : top.v[i];
-    }
-  }
-  const std::int32_t most_bits = largest(top);
-  const bool finite = most_bits < 0x7f800000;
-  const float most = given > 0 ? given : bits<float>(most_bits);
-  const bool usable = finite && most > 1e-30f;
-  const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
-  Int8Group<G> g;
-  g.scale = finite ? most / 127.0f : __builtin_nanf("");
-  i32x16 total = broadcast(0);
-  for (int i = 0; i < kVectors; ++i) {
-    const i32x16 r = usable ? round(v[i] * inverse) : broadcast(0);
-    total = i % kOfSum ? total + r : r;
-    if (i % kOfSum == kOfSum - 1) g.sums[i / kOfSum] = sum(total);
-    store_i8(g.q + 16 * i, r);
-  }
-  return g;
-}
-
-// Write a row as int8 units, then scales, then shifts or sums (kernels.h).
-template <std::int64_t G>
-NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height,
-                            Unit* to, float largest) {
-  Unit* after = to + (depth / 4 + depth / G) * height;  // the scales
-  for (std::int64_t g = 0; g < depth / G; ++g) {
-    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G, largest);
-    if (height == 1) {
-      __builtin_memcpy(to + g * (G / 4), group.q, G);
-    } else {
-      std::uint32_t quads[G / 4];
-      __builtin_memcpy(quads, group.q, sizeof quads);
-      for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
-    }
-    to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
-    if constexpr (G == kSmallGroup) {
-      for (std::int64_t j = 0; j < 2; ++j) after[(2 * g + j) * height] = (std::uint32_t)-group.sums[j];
-    } else {
-      const std::int32_t sum = group.sums[0];
-      after[g * height] = type == WeightType::i4 ? bits<std::uint32_t>(-(float)sum) : (std::uint32_t)(-128 * sum);
-    }
-  }
-}
-
 // How n floats become integers of at most kMost with one scale. `given` may be the magnitude that becomes 127. If a float is NaN
 // or infinite, the scale is NaN, which reaches the logits.
 template <int kMost>
@@ -105,6 +43,80 @@ struct RowScale {
     return usable ? round(load_first(x, n) * inverse) : broadcast(0);
   }
 };
+
+// The scale of n floats as int8: largest / 127, so that the largest becomes +-127; `given` may be it.
+NI_INLINE RowScale<127> int8_scale(const float* x, std::int64_t n, float given) {
+  i32x16 top = broadcast(0);  // the bits of magnitudes are in their order; those of NaN and infinity are the largest
+  for (std::int64_t k = 0; k < n; k += 16) {
+    const f32x16 v = load_first(x + k, n - k);
+    NI_EACH {
+      const vi magnitude = bits<vi>(v.v[i]) & 0x7fffffff;
+      top.v[i] = top.v[i] < magnitude ? magnitude : top.v[i];
+    }
+  }
+  const std::int32_t most_bits = largest(top);
+  const bool finite = most_bits < 0x7f800000;
+  const float most = given > 0 ? given : bits<float>(most_bits);
+  const bool usable = finite && most > 1e-30f;
+  return {finite ? most / 127.0f : __builtin_nanf(""), usable, broadcast(usable ? 127.0f / most : 0.0f)};
+}
+
+// Up to G floats as int8, zeros after them, and sums of these.
+template <std::int64_t G>
+struct Int8Group {
+  static constexpr std::int64_t kSums = G == kSmallGroup ? 16 : G;  // numbers of each sum
+  std::int8_t q[G];
+  std::int32_t sums[G / kSums];
+};
+template <std::int64_t G>
+NI_INLINE Int8Group<G> quantize_group(const RowScale<127>& scale, const float* x, std::int64_t n) {
+  constexpr int kOfSum = Int8Group<G>::kSums / 16;
+  Int8Group<G> g;
+  i32x16 total = broadcast(0);
+  for (int i = 0; i < (int)G / 16; ++i) {
+    const i32x16 r = n > 16 * i ? scale.integers(x + 16 * i, n - 16 * i) : broadcast(0);
+    total = i % kOfSum ? total + r : r;
+    if (i % kOfSum == kOfSum - 1) g.sums[i / kOfSum] = sum(total);
+    store_i8(g.q + 16 * i, r);
+  }
+  return g;
+}
+
+// Inputs that share a scale of int8 activations.
+constexpr std::int64_t inputs_of_scale(WeightType type) {
+#if defined(__AMX_TILE__)
+  if (whole_scales(type)) return 256;  // blocks_amx.h
+#endif
+  return group_of(type);
+}
+
+// Write a row as int8 units, then scales, then shifts or sums (kernels.h).
+template <std::int64_t G>
+NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height,
+                            Unit* to, float largest) {
+  const std::int64_t shared = inputs_of_scale(type);
+  Unit* after = to + (depth / 4 + depth / G) * height;  // the scales
+  RowScale<127> scale;
+  for (std::int64_t g = 0; g < depth / G; ++g) {
+    const std::int64_t k = g * G;
+    if (k % shared == 0) scale = int8_scale(x + k, n - k < shared ? n - k : shared, largest);
+    const Int8Group<G> group = quantize_group<G>(scale, x + k, n - k);
+    if (height == 1) {
+      __builtin_memcpy(to + g * (G / 4), group.q, G);
+    } else {
+      std::uint32_t quads[G / 4];
+      __builtin_memcpy(quads, group.q, sizeof quads);
+      for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
+    }
+    to[(depth / 4 + g) * height] = bits<std::uint32_t>(scale.scale);
+    if constexpr (G == kSmallGroup) {
+      for (std::int64_t j = 0; j < 2; ++j) after[(2 * g + j) * height] = (std::uint32_t)-group.sums[j];
+    } else {
+      const std::int32_t sum = group.sums[0];
+      after[g * height] = type == WeightType::i4 ? bits<std::uint32_t>(-(float)sum) : (std::uint32_t)(-128 * sum);
+    }
+  }
+}
 
 // Quantize n floats; take(k, numbers k to k + 15). Return the scale.
 template <int kMost, class Take>
@@ -166,23 +178,31 @@ NI_INLINE void prepare_digits(const float* x, std::int64_t n, std::int64_t depth
   after[2 * height] = (Unit)(-128 * sum(digits.lows));
 }
 
-// Write a row for weights with scales of groups: its int8 of each group, between those of 15 other rows; then, for each group and row,
-// the scale, the sum of the int8 and for the formats of GGUF files that of the first half, negative.
+// A number of magnitude below 2^14 as two bfloat16: a multiple of 64, and the rest.
+NI_INLINE Unit bf16_digits(std::int32_t x) {
+  return bits<Unit>((float)(x & 63)) | bits<Unit>((float)(x & ~63)) >> 16;
+}
+
+// Write a row for weights with scales of groups: its int8 between those of 15 other rows; for each group the scale and the sum of
+// the int8, negative; for the formats of GGUF files also sums of 16 int8, negative, as two bfloat16, which are digits of them.
 template <std::int64_t G>
 NI_INLINE void prepare_group_tiles(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
                                    std::size_t stride, std::uint8_t* out, float largest) {
-  const std::int64_t at = row % kTileRows;
+  const std::int64_t at = row % kTileRows, shared = inputs_of_scale(type);
   std::uint8_t* const block = out + (row - at) * stride;
-  float* to = (float*)(block + depth * kTileRows) + at;
-  for (std::int64_t g = 0; g < depth / G; ++g, to += group_floats(type) * kTileRows) {
-    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G, largest);
-    __builtin_memcpy(block + (g * kTileRows + at) * G, group.q, G);
-    to[0] = group.scale;
-    if constexpr (G == kSmallGroup) {
-      to[kTileRows] = (float)-(group.sums[0] + group.sums[1]);
-      to[2 * kTileRows] = (float)-group.sums[0];
-    } else {
-      to[kTileRows] = -(float)group.sums[0];
+  float* to = (float*)(block + floats_at(depth)) + at;
+  RowScale<127> scale;
+  for (std::int64_t k = 0; k < depth; k += G, to += 2 * kTileRows) {
+    if (k % shared == 0) scale = int8_scale(x + k, n - k < shared ? n - k : shared, largest);
+    const Int8Group<G> group = quantize_group<G>(scale, x + k, n - k);
+    __builtin_memcpy(block + tile_at(k) + at * 64, group.q, G);
+    std::int32_t sum = 0;
+    for (const std::int32_t own : group.sums) sum += own;
+    to[0] = scale.scale;
+    to[kTileRows] = -(float)sum;
+    if (shared == 256) {
+      Unit* const digits = (Unit*)(block + sums_at(depth) + k / 256 * kTileBytes + at * 64) + k % 256 / 16;
+      for (std::int64_t j = 0; j < G / Int8Group<G>::kSums; ++j) digits[j] = bf16_digits(-group.sums[j]);
     }
   }
 }

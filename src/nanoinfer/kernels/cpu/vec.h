@@ -74,6 +74,7 @@ NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; retur
 NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
 NI_INLINE i32x16 operator+(i32x16 a, i32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
 NI_INLINE i32x16 operator-(i32x16 a, i32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
+NI_INLINE i32x16 operator*(i32x16 a, i32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
 NI_INLINE i32x16 operator|(i32x16 a, i32x16 b) { NI_EACH a.v[i] |= b.v[i]; return a; }
 NI_INLINE i32x16 operator&(i32x16 a, std::uint32_t b) { NI_EACH a.v[i] &= (std::int32_t)b; return a; }
 NI_INLINE i32x16 operator<<(i32x16 a, int n) { NI_EACH a.v[i] <<= n; return a; }
