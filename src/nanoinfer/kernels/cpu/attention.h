@@ -189,14 +189,18 @@ NI_INLINE void store_weights(float* to, float most) {
 }
 constexpr int kSpansAtOnce = 4;  // int8: largest weights that are computed before the first is needed
 
-// Turn the scores of row m into weights, in place; those of other positions than its own become 0. They are not divided by
-// their sum. s[0] is position `base`, a multiple of kSpan, and `length` as well.
+// The larger ones of `top` and the scores of a block, whose first position is `at`, where row m attends to it.
+template <class Rows>
+NI_INLINE f32x16 larger(const Rows& rows, int m, std::int64_t at, f32x16 scores, f32x16 top) {
+  return max(between(rows.begin[m] - at, rows.end[m] - at, scores, -__builtin_huge_valf()), top);
+}
+
+// Turn the scores of row m, of which `top` are the largest, into weights, in place; those of other positions than its own become 0. They
+// are not divided by their sum. s[0] is position `base`, a multiple of kSpan, and `length` as well.
 template <CacheType type, class Rows>
-void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t base, std::int64_t length) {
+void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t base, std::int64_t length, f32x16 top) {
   const std::int64_t begin = rows.begin[m] - base, end = rows.end[m] - base;
-  f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f), check = broadcast(0.0f);
-  for (std::int64_t i = begin / kBlock * kBlock; i < end; i += kBlock)
-    top = max(between(begin - i, end - i, load(s + i), -__builtin_huge_valf()), top);
+  f32x16 total = broadcast(0.0f), check = broadcast(0.0f);
   const f32x16 sink = broadcast(rows.sink[m]), origin = exp_from(max(sink, broadcast(largest(top))));
   float largest_of[kSpansAtOnce];
   for (std::int64_t i = 0; i < length; i += kSpan) {
@@ -328,7 +332,13 @@ void attend(const AttentionTask& t, std::int64_t row) {
   if (prefetches)
     for (b = base / kBlock; b < base / kBlock + 2 && b < blocks; ++b)
       prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
-  for (int m = 0; m < M; ++m) softmax<type>(t, rows, m, s + m * stride, base, stride);
+  for (int m = 0; m < M; ++m) {
+    float* const own = s + m * stride;
+    f32x16 top = broadcast(-__builtin_huge_valf());
+    for (std::int64_t i = rows.begin[m] / kBlock * kBlock; i < rows.end[m]; i += kBlock)
+      top = larger(rows, m, i, load(own + i - base), top);
+    softmax<type>(t, rows, m, own, base, stride, top);
+  }
   std::int64_t d = 0;
   if constexpr (kWide >= 4)
     for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, base, d, prefetches);

@@ -83,10 +83,11 @@ NI_INLINE void multiply_keys(const AttentionTask& t, const TileQueries<type>& ro
   store_tiles(to, 2);
 }
 
-// Scores of all rows against all keys; s[0] is position `base`.
+// Scores of all rows against all keys, and the largest of each row; s[0] is position `base`.
 template <CacheType type>
 void tile_scores(const AttentionTask& t, const TileQueries<type>& rows, int count, float* s, std::int64_t base,
-                 std::int64_t stride) {
+                 std::int64_t stride, f32x16* top) {
+  for (int r = 0; r < count; ++r) top[r] = broadcast(-__builtin_huge_valf());
   const std::int64_t begin = base / kBlock, end = (rows.highest + kBlock - 1) / kBlock;
   TileSums<type> sums[2];  // in turn: what was just stored cannot be loaded at once
   const auto multiply = [&](std::int64_t b) __attribute__((always_inline)) {
@@ -107,7 +108,9 @@ void tile_scores(const AttentionTask& t, const TileQueries<type>& rows, int coun
           score = sum_of(sum, i, r, rows.shift[r]) * (broadcast(rows.scale[r]) * load((const float*)(t.blocks[b + i] + t.offset)));
         else
           score = sum_of(sum, i, r) * broadcast(rows.scale[r]);
-        store(to, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
+        if (t.softcap > 0) score = soft_cap(score, t.softcap);
+        store(to, score);
+        top[r] = larger(rows, r, (b + i) * kBlock, score, top[r]);
       }
     }
   }
@@ -243,10 +246,11 @@ void attend_tile(const AttentionTask& t, std::int64_t row, int count) {
   const std::int64_t base = rows.lowest / kSpan * kSpan, length = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
   const std::int64_t stride = length + kLanes;  // rows lie in different sets of the first-level cache
   finish_stores();  // of the queries
-  tile_scores<type>(t, rows, count, s, base, stride);
+  f32x16 top[kTileRows];
+  tile_scores<type>(t, rows, count, s, base, stride, top);
   for (std::int64_t b = base / kBlock; count <= kFewRows && b < base / kBlock + 2 && b * kBlock < rows.highest; ++b)
     prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
-  for (int r = 0; r < count; ++r) softmax<type>(t, rows, r, s + r * stride, base, length);
+  for (int r = 0; r < count; ++r) softmax<type>(t, rows, r, s + r * stride, base, length, top[r]);
   finish_stores();  // of the weights
   constexpr std::int64_t kWide = 4 / C::kDigits;
   const std::int64_t vectors = padded(t.head_dim) / 16;

@@ -127,28 +127,31 @@ NI_INLINE float quantize_row(const float* x, std::int64_t n, Take take) {
 }
 
 #if defined(__AMX_TILE__)
+typedef std::int16_t Words __attribute__((vector_size(64)));
+NI_INLINE Words words_of(i32x16 a, i32x16 b) {  // 4 numbers of each in turn, as `bytes_of` takes them
+  return (Words)_mm512_packs_epi32((__m512i)a.v[0], (__m512i)b.v[0]);
+}
+// 64 numbers of 8 bits in their order: the words of numbers 0 to 31, and of 32 to 63.
+NI_INLINE i32x16 bytes_of(Words a, Words b) {
+  const vi order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  return {(vi)_mm512_permutexvar_epi32((__m512i)order, _mm512_packs_epi16((__m512i)a, (__m512i)b))};
+}
+NI_INLINE i32x16 add_bytes(i32x16 sums, i32x16 bytes) { return dot4(sums, broadcast(0x01010101), bytes); }
+
 // Numbers of 16 bits as digits, x = 256 high + low: 64 of each digit, in their order, and their sums.
 struct Digits {
-  typedef std::int16_t Words __attribute__((vector_size(64)));
   i32x16 highs = broadcast(0), lows = broadcast(0);
 
   // n floats, or fewer if there are no more; the others become zeros.
   __attribute__((always_inline)) void add(const RowScale<127 << 8>& row, const float* x, std::int64_t n, void* high, void* low) {
     i32x16 q[4];
     for (int i = 0; i < 4; ++i) q[i] = n > 16 * i ? row.integers(x + 16 * i, n - 16 * i) : broadcast(0);
-    const Words a = pairs(q[0], q[1]), b = pairs(q[2], q[3]), a_high = (a + 128) >> 8, b_high = (b + 128) >> 8;
-    highs = highs + store(high, a_high, b_high);
-    lows = lows + store(low, a - (a_high << 8), b - (b_high << 8));
-  }
-
- private:
-  NI_INLINE Words pairs(i32x16 a, i32x16 b) { return (Words)_mm512_packs_epi32((__m512i)a.v[0], (__m512i)b.v[0]); }
-  // Both packed vectors have 4 numbers of each operand in turn.
-  NI_INLINE i32x16 store(void* to, Words a, Words b) {
-    constexpr vi kOrder = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi32((__m512i)kOrder, _mm512_packs_epi16((__m512i)a, (__m512i)b)));
-    const __m512i ones = _mm512_set1_epi16(1);
-    return {(vi)_mm512_madd_epi16((__m512i)a, ones) + (vi)_mm512_madd_epi16((__m512i)b, ones)};
+    const Words a = words_of(q[0], q[1]), b = words_of(q[2], q[3]), a_high = (a + 128) >> 8, b_high = (b + 128) >> 8;
+    const i32x16 high_bytes = bytes_of(a_high, b_high), low_bytes = bytes_of(a - (a_high << 8), b - (b_high << 8));
+    store_ints(high, high_bytes);
+    store_ints(low, low_bytes);
+    highs = add_bytes(highs, high_bytes);
+    lows = add_bytes(lows, low_bytes);
   }
 };
 
@@ -178,32 +181,59 @@ NI_INLINE void prepare_digits(const float* x, std::int64_t n, std::int64_t depth
   after[2 * height] = (Unit)(-128 * sum(digits.lows));
 }
 
-// A number of magnitude below 2^14 as two bfloat16: a multiple of 64, and the rest.
-NI_INLINE Unit bf16_digits(std::int32_t x) {
-  return bits<Unit>((float)(x & 63)) | bits<Unit>((float)(x & ~63)) >> 16;
-}
-
-// Write a row for weights with scales of groups: its int8 between those of 15 other rows; for each group the scale and the sum of
-// the int8, negative; for the formats of GGUF files also sums of 16 int8, negative, as two bfloat16, which are digits of them.
+// Write a row for weights with scales of groups: its int8 between those of 15 other rows; then, for each group, the scale and the sum
+// of the int8, negative.
 template <std::int64_t G>
-NI_INLINE void prepare_group_tiles(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
-                                   std::size_t stride, std::uint8_t* out, float largest) {
-  const std::int64_t at = row % kTileRows, shared = inputs_of_scale(type);
+NI_INLINE void prepare_group_tiles(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::size_t stride,
+                                   std::uint8_t* out, float largest) {
+  const std::int64_t at = row % kTileRows;
   std::uint8_t* const block = out + (row - at) * stride;
   float* to = (float*)(block + floats_at(depth)) + at;
-  RowScale<127> scale;
   for (std::int64_t k = 0; k < depth; k += G, to += 2 * kTileRows) {
-    if (k % shared == 0) scale = int8_scale(x + k, n - k < shared ? n - k : shared, largest);
+    const RowScale<127> scale = int8_scale(x + k, n - k < G ? n - k : G, largest);
     const Int8Group<G> group = quantize_group<G>(scale, x + k, n - k);
     __builtin_memcpy(block + tile_at(k) + at * 64, group.q, G);
     std::int32_t sum = 0;
     for (const std::int32_t own : group.sums) sum += own;
     to[0] = scale.scale;
     to[kTileRows] = -(float)sum;
-    if (shared == 256) {
-      Unit* const digits = (Unit*)(block + sums_at(depth) + k / 256 * kTileBytes + at * 64) + k % 256 / 16;
-      for (std::int64_t j = 0; j < G / Int8Group<G>::kSums; ++j) digits[j] = bf16_digits(-group.sums[j]);
+  }
+}
+
+// Sums of 4 numbers each, of four vectors.
+NI_INLINE i32x16 add_quads(const i32x16* q) {
+  const vi even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, low = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  const vi order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  vi pairs[2];
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = __builtin_shuffle(q[2 * i].v[0], q[2 * i + 1].v[0], even) + __builtin_shuffle(q[2 * i].v[0], q[2 * i + 1].v[0], even + 1);
+  const vi all = __builtin_shuffle(pairs[0], pairs[1], low) + __builtin_shuffle(pairs[0], pairs[1], low + 2);
+  return {__builtin_shuffle(all, order)};
+}
+
+// The same for blocks of 256 with one scale (blocks_amx.h), and for each a row of a tile of sums of 16 int8, negative, as two bfloat16: a
+// multiple of 64, and the rest.
+NI_INLINE void prepare_block_tiles(const float* x, std::int64_t depth, std::int64_t row, std::size_t stride, std::uint8_t* out,
+                                   float largest) {
+  const std::int64_t at = row % kTileRows;
+  std::uint8_t* const block = out + (row - at) * stride;
+  float* to = (float*)(block + floats_at(depth)) + at;
+  for (std::int64_t k = 0; k < depth; k += 256) {
+    const RowScale<127> scale = RowScale<127>::of(x + k, 256, largest);
+    i32x16 quads[4];
+    for (int j = 0; j < 4; ++j) {
+      i32x16 q[4];
+      for (int i = 0; i < 4; ++i) q[i] = scale.integers(x + k + 64 * j + 16 * i, 16);
+      const i32x16 bytes = bytes_of(words_of(q[0], q[1]), words_of(q[2], q[3]));
+      store_ints(block + tile_at(k + 64 * j) + at * 64, bytes);
+      quads[j] = add_bytes(broadcast(0), bytes);
     }
+    const i32x16 sums = broadcast(0) - add_quads(quads), rest = sums & 63;
+    const i32x16 low = bits<i32x16>(to_float(rest)), high = bits<i32x16>(to_float(sums - rest));
+    store_ints(block + sums_at(depth) + k / 256 * kTileBytes + at * 64, low | ((high >> 16) & 0xffff));
+    std::int32_t own[16];
+    store_ints(own, sums);
+    for (std::int64_t g = 0; g < 8; ++g, to += 2 * kTileRows) to[0] = scale.scale, to[kTileRows] = (float)(own[2 * g] + own[2 * g + 1]);
   }
 }
 #endif
@@ -211,9 +241,11 @@ NI_INLINE void prepare_group_tiles(WeightType type, const float* x, std::int64_t
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out, float largest) {
 #if defined(__AMX_TILE__)
-  if (group_of(type) && type != WeightType::i8 && uses_amx(type, rows))
-    return (type == WeightType::i4 ? prepare_group_tiles<kGroup> : prepare_group_tiles<kSmallGroup>)(type, x, n, depth, row,
-                                                                                                    stride, out, largest);
+  if (group_of(type) && type != WeightType::i8 && uses_amx(type, rows)) {
+    if (whole_scales(type)) return prepare_block_tiles(x, depth, row, stride, out, largest);
+    if (type == WeightType::i4) return prepare_group_tiles<kGroup>(x, n, depth, row, stride, out, largest);
+    return prepare_group_tiles<kSmallGroup>(x, n, depth, row, stride, out, largest);
+  }
   if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, rows, stride, out);
   if (type == WeightType::i8) return prepare_digits(x, n, depth, row, rows, stride, out, largest);
 #endif
