@@ -1,8 +1,8 @@
 """The formats of GGUF files in the C++ kernels: their values are ggml's, bit for bit, and products are exact.
 
 The values are those of `gguf_formats`, which tests/models/test_gguf.py compares with the package gguf. The reference of
-a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs, or with AMX
-for those of a block of 256.
+a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs, or with
+AMX for those of a block of 256.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ struct alignas(64) BlockDigits {
   // With minimums, codes and scales are unsigned: bytes hold the products of codes and of 3 bits of the scales.
   static constexpr bool kUnsigned = f.minimum;
   static constexpr int kDigits = f.num_scales == 0 || f.scale_bits == 4 ? 1 : 2, kShift = kUnsigned ? 3 : 8;
-  std::uint8_t digits[kDigits][8 * kGroupLines][2][64];   // the low ones last
+  std::uint8_t digits[kDigits][8 * kGroupLines][2][64];  // the low ones last
   std::int32_t minimums[f.minimum ? 2 : 1][16][16];  // half, sum of 16 inputs, output: two bfloat16, which are the same
   f32x16 scales[2], scales_of_minimums[2];
 

@@ -166,7 +166,9 @@ float error_of(const f32x4* w, const f32x4* h, const std::uint8_t* block) {
   std::uint8_t record[f.record()];
   float values[f.inputs];
   pack_block<type>(block, 0, record);
-  unpack_blocks<type>({.in = f.inputs}, record, 0, values);
+  Matrix one{};
+  one.in = f.inputs;
+  unpack_blocks<type>(one, record, 0, values);
   float error = 0;
   for (int i = 0; i < f.inputs; ++i) {
     const float difference = values[i] - w[i / 4][i % 4];
