@@ -88,14 +88,12 @@ struct alignas(64) StoredBlock {
   std::int32_t of[BlockDigits<type>::kDigits][2][kTileRows][16];
   float least[2][kTileRows][16];
 
-  template <bool minimum>
-  NI_INLINE f32x16 added(f32x16 acc, const StoredBlock& t, const BlockDigits<type>& w, int r, int h, float of_row) {
+  // Added to the sum of row r and half h.
+  __attribute__((always_inline)) void add_to(f32x16& acc, const BlockDigits<type>& w, std::int64_t r, int h, float of_row) const {
     using B = BlockDigits<type>;
-    i32x16 sum = load_ints(t.of[B::kDigits - 1][h][r]);
-    if constexpr (B::kDigits == 2) sum = sum + (load_ints(t.of[0][h][r]) << B::kShift);
-    f32x16 least = acc;
-    if constexpr (minimum) least = load(t.least[h][r]);
-    return add_block<minimum>(acc, sum, w.scales[h], least, w.scales_of_minimums[h], of_row);
+    i32x16 sum = load_ints(of[B::kDigits - 1][h][r]);
+    if constexpr (B::kDigits == 2) sum = sum + (load_ints(of[0][h][r]) << B::kShift);
+    acc = add_block<B::f.minimum>(acc, sum, w.scales[h], load(least[h][r]), w.scales_of_minimums[h], of_row);
   }
 };
 
@@ -147,8 +145,7 @@ NI_INLINE void store_block_sums(const std::uint8_t* sums_of_x, const BlockDigits
   }
 }
 
-// Rows [top, bottom), at most kRowsAtOnce, times a panel. The sums of 16 rows are scaled and added while the next ones are
-// multiplied.
+// Rows [top, bottom), at most kRowsAtOnce, times a panel. The sums of 16 rows are scaled and added while the next 16 are multiplied.
 template <WeightType type>
 inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
   using B = BlockDigits<type>;
@@ -167,10 +164,7 @@ inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::in
     const auto add = [&](std::int64_t b, std::int64_t step) __attribute__((always_inline)) {
       const float* const of_row = group_floats(task, top + b * kTileRows) + k * (B::f.inputs / kSmallGroup) * 2 * kTileRows;
       NI_UNROLL(4) for (std::int64_t r = step * kShare; r < (step + 1) * kShare; ++r)
-        NI_HALVES {
-          f32x16& own = acc[b * kTileRows + r][h];
-          own = StoredBlock<type>::template added<B::f.minimum>(own, sums[b % 2], weights, (int)r, h, of_row[r]);
-        }
+        NI_HALVES sums[b % 2].add_to(acc[b * kTileRows + r][h], weights, r, h, of_row[r]);
     };
     for (std::int64_t b = 0; b < count; ++b) {
       const std::uint8_t* const x = task.x + (top + b * kTileRows) * task.x_stride;
