@@ -213,8 +213,15 @@ NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> 
   }
 }
 
-// As `tile` (products.h), which multiplies with numbers.
+// Add the products of the record that begins with group g.
 template <WeightType type, int M>
+NI_INLINE void add_record(const Record<type>& record, const Tile& t, std::int64_t g, Acc<M>& acc) {
+  using R = Record<type>;
+  add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
+}
+
+// As `tile` (products.h), which multiplies with numbers.
+template <WeightType type, int M, void (*add)(const Record<type>&, const Tile&, std::int64_t, Acc<M>&)>
 void tile_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t, std::int64_t) {
   using R = Record<type>;
   const Matrix& w = *task.w;
@@ -223,7 +230,7 @@ void tile_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t row, s
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
     const R record(t.w + g / R::kGroups * R::f.record(), kWidth == 16 && M <= 2 ? R::f.ahead() : kPrefetchFar);
-    add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
+    add(record, t, g, acc);
   }
   finish_panel<false, M>(task, panel, row, acc);
 }

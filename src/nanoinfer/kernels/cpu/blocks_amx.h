@@ -190,43 +190,35 @@ void matmul_block_digits(const MatmulTask& task, std::int64_t begin, std::int64_
   }
 }
 
-// As tile_blocks, for M rows, with the integers of multiply_blocks.
+// As add_record (blocks.h), with the integers of multiply_blocks.
 template <WeightType type, int M>
-void tile_whole_scales(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t, std::int64_t) {
+NI_INLINE void add_block_digits(const Record<type>& record, const Tile& t, std::int64_t g, Acc<M>& acc) {
   using R = Record<type>;
-  const Matrix& w = *task.w;
-  const Tile t{w.data + panel * w.panel_bytes, task.x + row * task.x_stride, w.depth, nullptr, 0};
-  Acc<M> acc;
-  NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
-  for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
-    const R record(t.w + g / R::kGroups * R::f.record(), M <= 2 ? R::f.ahead() : kPrefetchFar);
-    const BlockUnits<M> first(t, g);
-    BlockUnits<M> u = first;
-    i32x16 sums[M][2], least[M][2];
-    NI_ROWS NI_HALVES sums[m][h] = least[m][h] = broadcast(0);
-    for (int j = 0; j < R::kGroups; ++j, u.x += 8 * M, u.sum += 2 * M) {
-      R::prefetch_group(record, j);
-      NI_UNROLL(2) for (int s = 0; s < R::kScales; ++s) {
-        i32x16 dot[M][2];
-        dot_inputs<R, M, 2>(record, R::kOffsetBits, j, s, 0, u, dot);
-        NI_HALVES {
-          const i32x16 scale = R::whole_scale(record, j, s, h);
-          NI_ROWS sums[m][h] = sums[m][h] + dot[m][h] * scale;
-        }
+  const BlockUnits<M> first(t, g);
+  BlockUnits<M> u = first;
+  i32x16 sums[M][2], least[M][2];
+  NI_ROWS NI_HALVES sums[m][h] = least[m][h] = broadcast(0);
+  for (int j = 0; j < R::kGroups; ++j, u.x += 8 * M, u.sum += 2 * M) {
+    R::prefetch_group(record, j);
+    NI_UNROLL(2) for (int s = 0; s < R::kScales; ++s) {
+      i32x16 dot[M][2];
+      dot_inputs<R, M, 2>(record, R::kOffsetBits, j, s, 0, u, dot);
+      NI_HALVES {
+        const i32x16 scale = R::whole_scale(record, j, s, h);
+        NI_ROWS sums[m][h] = sums[m][h] + dot[m][h] * scale;
       }
     }
-    u = first;
-    if constexpr (R::kMinimum)
-      for (int j = 0; j < R::kGroups; ++j, u.sum += 2 * M)
-        NI_UNROLL(2) for (int s = 0; s < R::kScales; ++s)
-          NI_HALVES {
-            const i32x16 minimum = R::whole_minimum(record, j, s, h);
-            NI_ROWS least[m][h] = least[m][h] + u.sum_of(R::kScales, s, m) * minimum;
-          }
-    NI_ROWS NI_HALVES acc.v[m][h] = add_block<R::kMinimum>(acc.v[m][h], sums[m][h], record.scales[h], to_float(least[m][h]),
-                                                           record.minimums[h], first.scale[m]);
   }
-  finish_panel<false, M>(task, panel, row, acc);
+  u = first;
+  if constexpr (R::kMinimum)
+    for (int j = 0; j < R::kGroups; ++j, u.sum += 2 * M)
+      NI_UNROLL(2) for (int s = 0; s < R::kScales; ++s)
+        NI_HALVES {
+          const i32x16 minimum = R::whole_minimum(record, j, s, h);
+          NI_ROWS least[m][h] = least[m][h] + u.sum_of(R::kScales, s, m) * minimum;
+        }
+  NI_ROWS NI_HALVES acc.v[m][h] = add_block<R::kMinimum>(acc.v[m][h], sums[m][h], record.scales[h], to_float(least[m][h]),
+                                                         record.minimums[h], first.scale[m]);
 }
 
 template <WeightType type>

@@ -14,9 +14,9 @@ using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t, std
 template <WeightType type, int M>
 constexpr TileFunction tile_of() {
 #if defined(__AMX_TILE__)
-  if constexpr (whole_scales(type)) return tile_whole_scales<type, M>;
+  if constexpr (whole_scales(type)) return tile_blocks<type, M, add_block_digits<type, M>>;
 #endif
-  if constexpr (has_blocks(type)) return tile_blocks<type, M>;
+  if constexpr (has_blocks(type)) return tile_blocks<type, M, add_record<type, M>>;
   else return tile<type, M>;
 }
 
