@@ -103,6 +103,19 @@ NI_INLINE void prepare_bf16_tiles(const float* x, std::int64_t n, std::int64_t d
   if constexpr (once) _tile_stream_loadd(tile, from, stride); \
   else _tile_loadd(tile, from, stride)
 
+// Memory that is prefetched while tiles are multiplied, in about as many parts as given: lines that are asked for in a row hold up
+// the loads of tiles.
+struct Prefetches {
+  const std::uint8_t *at, *end;
+  std::int64_t part;  // bytes
+
+  Prefetches(const std::uint8_t* begin, std::int64_t bytes, std::int64_t parts)
+      : at(begin), end(begin + bytes), part((bytes / parts + 63) / 64 * 64) {}
+  __attribute__((always_inline)) void next() {
+    for (std::int64_t i = 0; i < part && at < end; i += 64, at += 64) prefetch_l2(at);
+  }
+};
+
 // A step multiplies up to two tiles of activations by two tiles of weights, and adds to up to four tiles of sums.
 constexpr std::int64_t kStepBytes = 2 * kTileBytes;  // of weights
 template <WeightType type>
@@ -110,26 +123,32 @@ struct Steps {
   static constexpr bool kDigits = type == WeightType::i8;
   static constexpr std::int64_t kRows = kDigits ? kTileRows : 2 * kTileRows, kInputs = kDigits ? 64 : 32;
 
+  NI_INLINE int instructions(bool second) { return kDigits || second ? 8 : 5; }
+
   // many: the weights stay in the first-level cache, and the activations pass through it; or the other way round.
   template <bool many>
-  NI_INLINE void multiply(const std::uint8_t* x, std::int64_t tile, const std::uint8_t* w, bool second) {
+  NI_INLINE void multiply(const std::uint8_t* x, std::int64_t tile, const std::uint8_t* w, bool second, Prefetches ahead) {
     NI_LOAD_TILE(many, 4, x, 64);
+    ahead.next();
     NI_LOAD_TILE(!many, 6, w, 128);
+    ahead.next();
     NI_LOAD_TILE(!many, 7, w + 64, 128);
-    if constexpr (kDigits) {
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(1, 4, 7);
-      NI_LOAD_TILE(many, 5, x + tile, 64);
-      _tile_dpbsud(2, 5, 6);
-      _tile_dpbsud(3, 5, 7);
-    } else {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (!second) return;
-      NI_LOAD_TILE(many, 5, x + tile, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    ahead.next();
+    if constexpr (kDigits) _tile_dpbsud(0, 4, 6);
+    else _tile_dpbf16ps(0, 4, 6);
+    ahead.next();
+    if constexpr (kDigits) _tile_dpbsud(1, 4, 7);
+    else _tile_dpbf16ps(1, 4, 7);
+    ahead.next();
+    if (!kDigits && !second) return;
+    NI_LOAD_TILE(many, 5, x + tile, 64);
+    ahead.next();
+    if constexpr (kDigits) _tile_dpbsud(2, 5, 6);
+    else _tile_dpbf16ps(2, 5, 6);
+    ahead.next();
+    if constexpr (kDigits) _tile_dpbsud(3, 5, 7);
+    else _tile_dpbf16ps(3, 5, 7);
+    ahead.next();
   }
 };
 
@@ -221,8 +240,7 @@ inline void multiply_panel(const MatmulTask& given, std::int64_t panel, std::int
       if (c == 0) zero_tiles();
       else load_tiles(partial[i]);
       for (std::int64_t k = from; k < to; ++k, w += kStepBytes, x += step_bytes, ahead += share) {
-        for (std::int64_t at = 0; at < share; at += 64) prefetch_l2(ahead + at);
-        S::template multiply<many>(x, tile, w, second);
+        S::template multiply<many>(x, tile, w, second, {ahead, share, S::instructions(second)});
         if (k >= first) before.finish_some(task, layout.height, some);
       }
       if (!ends) {
@@ -233,7 +251,7 @@ inline void multiply_panel(const MatmulTask& given, std::int64_t panel, std::int
         alignas(64) std::uint8_t copy[kStepBytes] = {};
         __builtin_memcpy(copy, w, rest * kPanel * 2);
         finish_stores();
-        S::template multiply<many>(x, tile, copy, second);
+        S::template multiply<many>(x, tile, copy, second, {nullptr, 0, 1});
       }
       before.finish_some(task, layout.height, before.rows);
       std::int32_t(*const sums)[kPanel] = stored.of[stored.turn ^= 1];
@@ -378,18 +396,6 @@ NI_INLINE void store_tile(int sum, std::int32_t (*to)[16]) {
   }
 }
 
-// Prefetches the next panel while a panel is multiplied, the same number of lines in each of `steps` steps.
-struct NextPanel {
-  const std::uint8_t *at, *end;
-  std::int64_t share;
-
-  NextPanel(const std::uint8_t* begin, std::int64_t bytes, std::int64_t steps)
-      : at(begin), end(begin + bytes), share((bytes / steps + 64) / 64 * 64) {}
-  __attribute__((always_inline)) void step() {
-    for (std::int64_t i = 0; i < share && at < end; i += 64, at += 64) prefetch_l2(at);
-  }
-};
-
 #define NI_TILE_ROWS NI_UNROLL(16) for (int r = 0; r < kTileRows; ++r)
 
 // Rows [top, bottom), at most kRowsAtOnce, times a panel of weights with scales of groups. The exact sums of a tile are scaled
@@ -401,7 +407,7 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
   constexpr std::int64_t kTurn = 4;
   const Matrix& m = *task.w;
   const std::int64_t groups = m.depth / W::kGroup, blocks = (bottom - top + kTileRows - 1) / kTileRows;
-  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups);
+  Prefetches ahead(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * blocks * groups);
   W weights;
   alignas(64) std::int32_t dots[2][kTurn][kTileRows][16];
   f32x16 sums[kRowsAtOnce][2];
@@ -414,7 +420,7 @@ inline void multiply_groups(const MatmulTask& task, std::int64_t panel, std::int
     const auto multiply = [&](int i) __attribute__((always_inline)) {
       const std::int64_t t = next_tile + i < count ? next_tile + i : count - 1;
       const std::uint8_t* const x = task.x + (top + next_block * kTileRows) * task.x_stride;
-      next.step();
+      ahead.next();
       multiply_tile(i, x + tile_at((from + t) * W::kGroup), weights.tile(t, next_half));
     };
     const auto store_turn = [&]() __attribute__((always_inline)) {

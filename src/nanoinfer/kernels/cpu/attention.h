@@ -93,10 +93,10 @@ struct Queries {
 };
 
 // Scores of M rows against the keys of B blocks; lanes are positions. Each score is summed in the order of the
-// dimensions in all cases.
+// dimensions in all cases. The first `ahead` of the blocks that follow are prefetched.
 template <CacheType type, int M, int B>
-NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const Queries<type, M>& rows, float* out,
-                      std::int64_t stride) {
+NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, std::int64_t ahead, const Queries<type, M>& rows,
+                      float* out, std::int64_t stride) {
   using C = CacheOf<type>;
   constexpr int kDigits = C::kDigits;
   const std::uint8_t* k[B];
@@ -109,7 +109,9 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
   const Unit* q = rows.units;
   for (std::int64_t d = 0; d < t.head_dim; d += C::kUnit, q += C::kWords * M) {
     i32x16 keys[B];
-    NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = load_ints(k[b] + d / C::kUnit * kBlock * sizeof(Unit));
+    const std::int64_t at = d / C::kUnit * kBlock * sizeof(Unit);
+    NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = load_ints(k[b] + at);
+    for (std::int64_t b = 0; b < ahead; ++b) prefetch(blocks[B + b] + t.offset + at);
     NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b) C::score(acc[m][b], keys[b], q + m, M);
   }
   for (int b = 0; b < B; ++b)
@@ -263,12 +265,14 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
     }
     for (std::int64_t b = 0; b < kSpanBlocks && base + b * kBlock < rows.highest; ++b) {
       const std::int64_t block = base / kBlock + b, from = block * kBlock;
-      if (prefetches && (block + 2) * kBlock < rows.highest) prefetch_lines(values_at<type>(t, block + 2), value_bytes<type>(t));
+      const bool more = prefetches && (block + 2) * kBlock < rows.highest;
+      const Unit* const ahead = more ? (const Unit*)values_at<type>(t, block + 2) + d : nullptr;
       const Unit* v = (const Unit*)values_at<type>(t, block) + d;
       const Unit* w = (const Unit*)weights + C::place(b * kUnits, 0);
       const auto add = [&](std::int64_t u, bool everyone) __attribute__((always_inline)) {
         i32x16 values[N];
         NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = load_ints(v + u * width + 16 * j);
+        if (more) NI_UNROLL(4) for (int j = 0; j < N; ++j) prefetch(ahead + u * width + 16 * j);
         const std::int64_t position = from + u * kUnit;
         NI_ROWS {
           std::uint32_t keep = ~0u;  // of a unit
@@ -319,16 +323,14 @@ void attend(const AttentionTask& t, std::int64_t row) {
   const auto at = [&](std::int64_t block) { return s + block * kBlock - base; };
   const bool prefetches = M <= 4 && row == 0;  // later rows find the blocks in a cache
   for (; b + kAtOnce <= blocks; b += kAtOnce) {
-    if (prefetches)
-      for (std::int64_t next = b + kAtOnce; next < b + 2 * kAtOnce && next < blocks; ++next)
-        prefetch_lines(t.blocks[next] + t.offset, key_bytes<type>(t));
-    scores<type, M, kAtOnce>(t, t.blocks + b, rows, at(b), stride);
+    const std::int64_t left = blocks - b - kAtOnce, ahead = left < kAtOnce ? left : kAtOnce;
+    scores<type, M, kAtOnce>(t, t.blocks + b, prefetches ? ahead : 0, rows, at(b), stride);
   }
   if constexpr (M == 1) {
-    if (blocks - b == 3) scores<type, 1, 3>(t, t.blocks + b, rows, at(b), stride), b += 3;
-    if (blocks - b == 2) scores<type, 1, 2>(t, t.blocks + b, rows, at(b), stride), b += 2;
+    if (blocks - b == 3) scores<type, 1, 3>(t, t.blocks + b, 0, rows, at(b), stride), b += 3;
+    if (blocks - b == 2) scores<type, 1, 2>(t, t.blocks + b, 0, rows, at(b), stride), b += 2;
   }
-  for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, rows, at(b), stride);
+  for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, 0, rows, at(b), stride);
   if (prefetches)
     for (b = base / kBlock; b < base / kBlock + 2 && b < blocks; ++b)
       prefetch_lines(values_at<type>(t, b), value_bytes<type>(t));
