@@ -29,13 +29,13 @@ struct Record {
   static constexpr bool kMinimum = f.minimum;
   static constexpr int kOffsetBits = f.offset ? __builtin_ctz(f.offset) : 0;
   const std::uint8_t* data;
-  std::int64_t ahead;  // bytes to prefetch ahead
+  std::int64_t ahead;  // bytes to prefetch ahead; 0: nothing is prefetched
   f32x16 scales[2], minimums[2];
   alignas(64) std::uint8_t values[f.num_values() ? f.num_values() * kPanel : 64];  // group scales, then group minimums
 
-  __attribute__((always_inline)) explicit Record(const std::uint8_t* data, std::int64_t ahead)
+  __attribute__((always_inline)) explicit Record(const std::uint8_t* data, std::int64_t ahead = 0)
       : data(data), ahead(ahead) {
-    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + ahead + at);
+    for (std::int64_t at = 0; ahead && at < f.codes(); at += 64) prefetch_l2(data + ahead + at);
     NI_HALVES {
       if constexpr (f.exponent) scales[h] = load_exponents(data + 16 * h);
       else scales[h] = load_f16((const std::uint16_t*)data + 16 * h);

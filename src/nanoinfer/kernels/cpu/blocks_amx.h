@@ -26,15 +26,13 @@ struct alignas(64) BlockDigits {
   f32x16 scales[2], scales_of_minimums[2];
 
   void unpack(const std::uint8_t* data) {
-    const R record(data, kPrefetchFar);
-    for (int g = 0; g < R::kGroups; ++g) {
-      R::prefetch_group(record, g);
+    const R record(data);
+    for (int g = 0; g < R::kGroups; ++g)
       for (int s = 0; s < R::kScales; ++s)
         NI_HALVES {
           if constexpr (kUnsigned) unpack_unsigned(record, g, s, h);
           else unpack_signed(record, g, s, h);
         }
-    }
     NI_HALVES scales[h] = record.scales[h];
     if constexpr (f.minimum) NI_HALVES scales_of_minimums[h] = record.minimums[h];
   }
@@ -159,8 +157,10 @@ inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::in
   f32x16 acc[kRowsAtOnce][2];
   for (std::int64_t i = 0; i < count * kTileRows; ++i) NI_HALVES acc[i][h] = broadcast(0.0f);
   for (std::int64_t k = 0; k < records; ++k) {
-    weights.unpack(m.data + panel * m.panel_bytes + k * B::f.record());
+    const std::uint8_t* const data = m.data + panel * m.panel_bytes + k * B::f.record();
+    weights.unpack(data);
     finish_stores();
+    Prefetches ahead(data + kPrefetchFar, B::f.record(), count * kSteps);
     const auto add = [&](std::int64_t b, std::int64_t step) __attribute__((always_inline)) {
       const float* const of_row = group_floats(task, top + b * kTileRows) + k * (B::f.inputs / kSmallGroup) * 2 * kTileRows;
       NI_UNROLL(4) for (std::int64_t r = step * kShare; r < (step + 1) * kShare; ++r)
@@ -171,6 +171,7 @@ inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::in
       zero_tiles();
       for (std::int64_t step = 0; step < kSteps; ++step) {
         multiply_block_step<type>(x + tile_at(k * B::f.inputs + step * 64), weights, step);
+        ahead.next();
         if (b > 0) add(b - 1, step);
       }
       store_block_sums<type>(x + sums_at(m.depth) + k * kTileBytes, weights, sums[b % 2]);
