@@ -23,6 +23,8 @@ class Logprob:
     """Rank among all tokens; 1 is the most likely."""
     decoded_token: str | None
     """Text of this token alone; None without a tokenizer."""
+    token_bytes: tuple[int, ...] | None = None
+    """Bytes of a token that is not whole UTF-8, for which `decoded_token` has U+FFFD; None: those of the text."""
 
 
 @dataclass(frozen=True)

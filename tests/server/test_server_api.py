@@ -17,13 +17,17 @@ from helpers.environment import ROOT
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("starlette", reason="the extra server is not installed")
 
+from helpers import trained_tokenizers  # noqa: E402
 from helpers.chat import chat_folder  # noqa: E402
 from helpers.models import CHARS, make_folder  # noqa: E402
 from helpers.server_client import Client  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.core.output_processor import describe  # noqa: E402
 from nanoinfer.errors import TokensExcluded  # noqa: E402
+from nanoinfer.models.tokenizers import Tokenizer  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
+from nanoinfer.openai_protocol.responses import chat_logprobs, completion_logprobs  # noqa: E402
 from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
@@ -209,6 +213,25 @@ def test_log_probabilities_of_the_whole_vocabulary(client: Client, chat: Client)
     assert [len(t["top_logprobs"]) for t in choice["logprobs"]["content"]] == [V]
 
 
+@pytest.mark.parametrize(
+    "tokenizer, first",
+    [(trained_tokenizers.bpe(), 0), (trained_tokenizers.byte_fallback(), 1)],
+    ids=["bytes", "fallback"],
+)
+def test_log_probabilities_of_parts_of_characters(tokenizer: Tokenizer, first: int) -> None:
+    """Such tokens have the same text, U+FFFD, and different bytes."""
+    ids = [token for token in range(first, first + 256) if tokenizer.token_bytes(token) in (b"\xe2", b"\x98", b"\x83")]
+    step = describe(tokenizer, {token: (-1.0 - i, i + 1) for i, token in enumerate(ids)})
+    (found,) = chat_logprobs([step], 3)["content"].plain()
+    texts = [entry["token"] for entry in found["top_logprobs"]]
+    assert (texts, sorted(entry["bytes"] for entry in found["top_logprobs"])) == (["\ufffd"] * 3, [[131], [152], [226]])
+    assert found["bytes"] == list(tokenizer.token_bytes(ids[0]))
+    lists = completion_logprobs([step], 3, lambda: 0)
+    assert [*lists["tokens"].plain()] == ["\ufffd"]
+    likely = {"\ufffd": -1.0, f"token_id:{ids[1]}": -2.0, f"token_id:{ids[2]}": -3.0}
+    assert [*lists["top_logprobs"].plain()] == [likely]
+
+
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
 def test_a_prompt_is_truncated(client: Client, more: dict[str, bool]) -> None:
     """Of a text and of token ids that are longer than the context; echo returns what is left."""
@@ -255,7 +278,12 @@ def test_prompt_logprobs_and_token_ids(client: Client) -> None:
     (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=4, seed=1, prompt_logprobs=2, n=2))
     given: dict[str, Any] = {"prompt": "To be", "max_tokens": 4, "seed": 1, "return_token_ids": True, "n": 2}
     choices = client.post(COMPLETIONS, **given, prompt_logprobs=2)["choices"]
-    plain = [None if s is None else {str(t): asdict(p) for t, p in s.items()} for s in expected.prompt_logprobs or []]
+    plain = [
+        None
+        if s is None
+        else {str(t): {k: v for k, v in asdict(p).items() if k != "token_bytes"} for t, p in s.items()}
+        for s in expected.prompt_logprobs or []
+    ]
     for choice, o in zip(choices, expected.outputs, strict=True):
         assert choice["prompt_logprobs"] == plain
         assert (choice["token_ids"], choice["prompt_token_ids"]) == (o.token_ids, expected.prompt_token_ids)
@@ -440,6 +468,13 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(", "x": 1}}, 400, "structured_outputs", "x"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
     (COMPLETIONS, {"prompt": "a", "response_format": as_format({"type": "x"})}, 400, "response_format", "json_schema"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "response_format": {"type": "json_object", "schema": {"type": "x"}}},
+        400,
+        "response_format",
+        "response_format: ",
+    ),
     (
         COMPLETIONS,
         {"prompt": "a", "response_format": as_format({"x": "é" * 140_000})},

@@ -353,6 +353,8 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "yaml"}}}, "text.format", "text.format={'type': 'yaml'}"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema={} has no schema"),
     (schema({"$ref": "#/x"}), "text.format", "text.format"),
+    ({"text": {"format": {"type": "json_object", "x": 1}}}, "text.format", "text.format: the field 'x'"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "text.format", "text.format: the field 'x'"),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: type='web_search' is not supported: give a list"),
     ({"tools": 5}, "tools", "tools[0]: 5 is not supported: give a list of functions"),
     ({"tools": TWO}, "tools", "tools[0]: function has the unknown field 'function'"),

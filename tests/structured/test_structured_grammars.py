@@ -383,6 +383,7 @@ def test_response_format_is_a_structured_output() -> None:
             (None, None),
             ({"type": "text"}, None),
             ({"type": "json_object"}, Structured(json_object=True)),
+            ({"type": "json_object", "schema": schema, "json_schema": None}, Structured(json=schema)),
             (
                 {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}},
                 Structured(json=schema),
@@ -398,6 +399,11 @@ def test_response_format_is_a_structured_output() -> None:
             [],
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {}},
+            {"type": "json_object", "schema": 5},
+            {"type": "json_object", "schemas": schema},
+            {"type": "text", "schema": schema},
+            {"type": "json_schema", "json_schema": {"schema": schema, "x": 1}},
+            {"type": "json_schema", "json_schema": {"schema": schema}, "strict": True},
         ):
             with pytest.raises(FieldError, match=r"^response_format") as e:
                 parse(url, body | {"response_format": bad}, SamplingParams())

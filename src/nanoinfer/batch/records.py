@@ -181,7 +181,7 @@ class OpenAIForm:
 
     def error(self, error: NanoinferError) -> Record:
         """Return the record of a line that failed."""
-        error = openai.as_sent(error, response_format=getattr(self._request, "response_format", False))
+        error = openai.as_sent(error, response_format=getattr(self._request, "response_format", ""))
         body = openai.error_body(error)
         body["error"]["message"] = f"line {self._line}: {error}"
         return self._response(openai.status_code(error), body)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from nanoinfer.models.text_streams import MISSING
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
@@ -54,11 +55,14 @@ def _num_sampled(s: Sequence) -> int:
 
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
-    """Return each token's log-probability and rank with its text."""
-    return {
-        token: Logprob(value, rank, decode(tokenizer, [token]) if tokenizer else None)
-        for token, (value, rank) in logprobs.items()
-    }
+    """Return each token's log-probability and rank with its text, and its bytes where the text has U+FFFD for them."""
+    found = {}
+    for token, (value, rank) in logprobs.items():
+        text, data = None, None
+        if tokenizer is not None and MISSING in (text := decode(tokenizer, [token])):
+            data = tuple(tokenizer.token_bytes(token))
+        found[token] = Logprob(value, rank, text, data)
+    return found
 
 
 class OutputProcessor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MISSING = "\ufffd"
 """Text of an id in a gap of the vocabulary: it has no token string, but it can be sampled."""
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte token of a byte-fallback decoder
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte token of a byte-fallback decoder
 
 
 def no_text(token_id: int, vocab_size: int) -> NanoinferError:
@@ -116,7 +116,7 @@ class SuffixStream:
             if token is None:
                 break
             start -= 1
-            if len(prompt) - start >= 4 and not _BYTE_TOKEN.fullmatch(token):
+            if len(prompt) - start >= 4 and not BYTE_TOKEN.fullmatch(token):
                 break
         return list(prompt[start:])
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.least_tokens import longest_token
 from nanoinfer.models.special_tokens import around, prepend
-from nanoinfer.models.text_streams import MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
+from nanoinfer.models.text_streams import BYTE_TOKEN, MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
 from nanoinfer.models.tokenizer_limits import (
     MAX_TOKENS,
     MAX_VOCAB_SIZE,
@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least, without tokenizing it; 0 if no bound is known."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token alone. Raises NanoinferError for an id that the tokenizer does not have."""
         ...
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
@@ -113,6 +117,12 @@ class GenericTokenizer:
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least; 0 if no bound is known."""
         return 0 if self._longest is None else self._longest.least_tokens(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token alone: b"\xe2" for '<0xE2>', else those of its text."""
+        text = decode(self, [token_id])
+        byte = BYTE_TOKEN.fullmatch(spelled(self.core, token_id, self.vocab_size) or "") if MISSING in text else None
+        return text.encode() if byte is None else bytes.fromhex(byte[1])
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""

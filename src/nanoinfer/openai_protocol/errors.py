@@ -30,19 +30,19 @@ def error_body(error: NanoinferError) -> dict[str, Any]:
     return error_object(str(error), status_code(error), _param(error), code)
 
 
-def as_sent(error: NanoinferError, *, response_format: bool) -> NanoinferError:
+def as_sent(error: NanoinferError, *, response_format: str) -> NanoinferError:
     """Return an error about structured outputs with the name of the field that the request has.
 
     Args:
         error: "structured_outputs.json: ..."
-        response_format: whether the request has this field, for which structured_outputs stands.
+        response_format: the field that structured_outputs stand for, as in `GenerationRequest`.
     """
     if not response_format:
         return error
     found = re.match(r"(.*?)structured_outputs(?!\.disable)(\.json_object|\.json)?", text := str(error), re.S)
     if found is None:
         return error
-    name = "response_format.json_schema" if found[2] == ".json" else "response_format"
+    name = response_format if found[2] == ".json" else "response_format"
     return type(error)(found[1] + name + text[found.end() :])
 
 

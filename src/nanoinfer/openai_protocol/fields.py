@@ -128,11 +128,19 @@ FIELDS: dict[str, Field] = {
             "type": "object",
             "properties": {
                 "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {"type": "object", "properties": {"schema": _OBJECT}, "required": ["schema"]},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"name": _STRING, "description": _STRING, "schema": _OBJECT, "strict": _BOOL},
+                    "required": ["schema"],
+                    "additionalProperties": False,
+                },
+                "schema": _OBJECT,
             },
             "required": ["type"],
+            "additionalProperties": False,
         },
-        "What the output must match, as OpenAI has it; structured_outputs is vLLM's form.",
+        "What the output must match, as OpenAI has it; json_object may have a schema. structured_outputs is vLLM's"
+        " form.",
     ),
     "modalities": Field({"type": "array"}, "Text only.", (CHAT,), (["text"],)),
 }
@@ -165,8 +173,15 @@ STORED = ("background", "conversation", "previous_response_id", "prompt")
 _STORED = Field({}, "Not supported: this server stores nothing. Send the whole conversation as input.", neutral=())
 _FORMAT = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "name": _STRING, "schema": _OBJECT},
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": _STRING,
+        "description": _STRING,
+        "schema": _OBJECT,
+        "strict": _BOOL,
+    },
     "required": ["type"],
+    "additionalProperties": False,
 }
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = {LOGPROBS: "log-probabilities", "reasoning.encrypted_content": "no effect"}

@@ -18,6 +18,9 @@ INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int))
             "top_n"}  # fmt: skip
 """Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
+_FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+"""The types of a response_format, and their further fields."""
+JSON_SCHEMA = ("name", "description", "schema", "strict")
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     """Whether prompt_logprobs are returned in vLLM's shape."""
     return_token_ids: bool = False
-    response_format: bool = False
-    """Whether it is given; then params.structured_outputs are those that it stands for."""
+    response_format: str = ""
+    """Its field that params.structured_outputs are made from; empty: it is not given, or text."""
     stream: bool = False
     include_usage: bool = False
     """Whether the last chunk of a stream has the token counts."""
@@ -74,13 +77,13 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     given = given_fields(url, body)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if (structured := _structured_outputs(given.get("response_format"))) is not None:
-        sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured}
+        sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured[0]}
     if url == CHAT:
         _convert_chat_fields(given, sampling)
     options: dict[str, Any] = _options(given, streams)
     if options["echo"] and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
         options["prompt_only"], sampling["max_tokens"] = True, 1
-    options["response_format"] = structured is not None
+    options["response_format"] = structured[1] if structured is not None else ""
     try:
         params = with_fields(defaults, sampling)
     except NanoinferError as e:
@@ -201,26 +204,37 @@ def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:
         raise FieldError("prompt_logprobs is not supported with stream=true: use echo and logprobs", "prompt_logprobs")
 
 
-def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
-    """Return the structured_outputs that OpenAI's response_format stands for; None for plain text."""
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
-    if response_format is None or kind == "text":
+def _structured_outputs(response_format: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the structured_outputs that a response_format stands for, and its field that has them; None for text."""
+    if response_format is None:
         return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    given = dict(response_format) if isinstance(response_format, Mapping) else {}
+    kind = given.pop("type", None)
+    if not isinstance(kind, str) or kind not in _FORMATS:
         raise FieldError(
             f"response_format={show(response_format)} is not supported: give an object whose type is text, json_object"
             " or json_schema", "response_format",
         )  # fmt: skip
-    described = response_format.get("json_schema")
-    schema = described.get("schema") if isinstance(described, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise FieldError(
-            f"response_format.json_schema={show(described)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
-            "response_format",
-        )
-    return {"json": schema}
+    where, holder = "response_format", _known(given, "response_format", *_FORMATS[kind])
+    if kind == "text":
+        return None
+    if kind == "json_object" and "schema" not in holder:
+        return {"json_object": True}, where
+    if kind == "json_schema":
+        where, described = f"{where}.json_schema", given.get("json_schema")
+        holder = _known(described if isinstance(described, Mapping) else {}, where, *JSON_SCHEMA)
+    if not isinstance(schema := holder.get("schema"), Mapping):
+        raise FieldError(f"{where}={show(holder)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
+                         "response_format")  # fmt: skip
+    return {"json": schema}, where
+
+
+def _known(given: Mapping[str, Any], where: str, *names: str) -> dict[str, Any]:
+    """Return what is not null of an object within response_format. Raises FieldError for another name."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if unknown := [name for name in found if name not in names]:
+        raise FieldError(f"{where}: the field {show(unknown[0])} is not supported: leave it out", "response_format")
+    return found
 
 
 def _only_options(structured: Any) -> Mapping[str, Any]:

@@ -239,8 +239,10 @@ def completion_logprobs(
         for step in steps:
             found = None
             if step is not None:
-                token = next(iter(step))
-                found = {_text(t, e): e.logprob for t, e in step.items() if t == token or e.rank <= top}
+                token, found = next(iter(step)), {}
+                for t, e in step.items():
+                    if t == token or e.rank <= top:  # parts of characters may have the same text
+                        found[f"token_id:{t}" if (text := _text(t, e)) in found else text] = e.logprob
             yield found
 
     def offsets() -> Iterator[int]:
@@ -268,7 +270,8 @@ def chat_logprobs(steps: Steps, num_top: int) -> dict[str, Items]:
 
 def _token(token: int, entry: Logprob) -> dict[str, Any]:
     text = _text(token, entry)
-    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode(errors="replace"))}
+    data = text.encode(errors="replace") if entry.token_bytes is None else entry.token_bytes
+    return {"token": text, "logprob": entry.logprob, "bytes": list(data)}
 
 
 def _text(token: int, entry: Logprob) -> str:

@@ -23,7 +23,7 @@ from nanoinfer.openai_protocol.fields import (
     FieldError,
     check_names,
 )
-from nanoinfer.openai_protocol.requests import GenerationRequest, parse
+from nanoinfer.openai_protocol.requests import JSON_SCHEMA, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_choice, show
 
@@ -138,8 +138,9 @@ def _text_and_reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
     if (found := text.get("format")) is not None:
         made["response_format"] = found
         if isinstance(found, dict) and found.get("type") == "json_schema":
-            described = {name: value for name, value in found.items() if name != "type"}
-            made["response_format"] = {"type": "json_schema", "json_schema": described}
+            described = {name: found[name] for name in JSON_SCHEMA if name in found}
+            others = {name: value for name, value in found.items() if name not in JSON_SCHEMA}
+            made["response_format"] = {**others, "json_schema": described}
     if reasoning.get("effort") is not None:
         made["reasoning_effort"] = reasoning["effort"]
     return made

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from nanoinfer.models.text_streams import BYTE_TOKEN
 from nanoinfer.models.tokenizers import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
     import tokenizers
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def build(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int]) -> llguidance.LLTokenizer:
@@ -73,5 +71,5 @@ def _added(core: tokenizers.Tokenizer, context: int, token_id: int, token: str) 
     if not after.startswith(before):  # a decoder that changes the text before
         return b""
     text = after[len(before) :]
-    byte = _BYTE_TOKEN.fullmatch(token)
+    byte = BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte is not None and text != token else text.encode()
