@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.errors import refuses
 
 pa = pytest.importorskip("pyarrow")
 
+from nanoinfer.batch.records import read_form  # noqa: E402
 from nanoinfer.ray.rows import add_records, to_lines  # noqa: E402
 
 
@@ -24,6 +28,65 @@ def test_nulls_and_other_columns_are_no_fields() -> None:
     assert fields(pa.table({"prompt": ["a"], "temperature": [float("nan")], "top_p": [0.5]})) == [
         {"prompt": "a", "top_p": 0.5}
     ]
+
+
+def test_bytes_are_text() -> None:
+    messages = b'[{"role": "user", "content": "a"}]'
+    table = pa.table({"prompt": [b"To be", None], "stop": [[b"\xc3\xa9"], None], "messages": [None, messages]})
+    assert fields(table) == [{"prompt": "To be", "stop": ["\xe9"]}, {"messages": json.loads(messages)}]
+
+
+@pytest.mark.slow  # imports Ray
+def test_tensors_of_ray_are_lists() -> None:
+    """A batch of NumPy arrays becomes such a column."""
+    block = pytest.importorskip("ray.data.block").BlockAccessor.batch_to_block(
+        {"prompt_token_ids": np.eye(2, dtype=int)}
+    )
+    assert fields(block) == [{"prompt_token_ids": [1, 0]}, {"prompt_token_ids": [0, 1]}]
+
+
+def test_bytes_that_are_no_text_are_the_error_of_their_line() -> None:
+    lines = to_lines(pa.table({"prompt": [b"\xff", b"a"], "messages": [None, b'["\\ud800"]']}), None)
+    errors = [read_form(line, "m", lambda ids: "", False)[1] for line in lines]
+    assert [str(e).partition(":")[0] for e in errors] == [
+        "the line is not UTF-8 (byte 12",
+        "the line is not UTF-8 (byte 30",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("prompt", pa.array([Decimal("1.5")])),
+        ("prompt", pa.array([datetime(2026, 1, 1)])),
+        ("id", pa.array([b"0123456789abcdef"], pa.binary(16))),
+        ("logit_bias", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
+        ("stop", pa.array([[Decimal(1)]])),
+        ("chat_template_kwargs", pa.array([{"date": datetime(2026, 1, 1)}])),
+        ("chat_template_kwargs", pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else value,
+)
+def test_a_column_that_a_line_cannot_contain_is_refused(name: str, column: Any) -> None:
+    """Another column may have any type."""
+    table = pa.table({name: column, "prompt" if name != "prompt" else "title": ["a"]})
+    refuses(
+        lambda: to_lines(table, None), f"the column {name!r} is {column.type}, which a line cannot contain: cast it"
+    )
+    assert fields(table.rename_columns(["other", *table.column_names[1:]]))
+
+
+def test_two_columns_of_one_name() -> None:
+    table = pa.table([pa.array(["a"])] * 4, ["prompt", "title", "title", "outputs"])
+    assert fields(table) == [{"prompt": "a"}]
+    twice = table.rename_columns(["prompt", "title", "title", "prompt"])
+    refuses(lambda: to_lines(twice, None), "2 columns are named 'prompt': rename all but one of them")
+    refuses(lambda: to_lines(table, "title"), "2 columns are named 'title'")
+    replaced = add_records(
+        table.rename_columns(["prompt", "title", "error", "error"]), [record(outputs=[], error="no")]
+    )
+    assert replaced.column_names[:3] == ["prompt", "title", "outputs"]
+    assert replaced["error"].to_pylist() == ["no"]
 
 
 def test_messages_have_no_null_fields_and_may_be_text() -> None:

@@ -148,9 +148,9 @@ def _rows(piece: Piece, files: Files) -> Iterator[Line]:
             for line in to_lines(pa.Table.from_batches([batch]), None):
                 yield replace(line, place=replace(line.place, file=piece.file, line=number))
                 number += 1
+    except NanoinferError as e:
+        raise NanoinferError(f"{escaped(piece.file)}: {e}") from None
     except (OSError, ValueError, IndexError) as e:  # IndexError: the row group is gone
-        if isinstance(e, NanoinferError):
-            raise
         raise unreadable(piece.file, e) from None
 
 

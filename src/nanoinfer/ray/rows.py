@@ -1,8 +1,8 @@
 """Rows of a dataset as lines of a batch file, and records as columns.
 
-A row has the fields of a line as columns; null means that the line does not have the field. Other columns stay as they
-are. Since Arrow's columns have one type, what has no fixed form is JSON text: `response`, `logprobs`, `message`; and
-`messages` and `body` may be.
+A row has the fields of a line as columns; null means that the line does not have the field. Bytes are UTF-8 text. Other
+columns stay as they are. Since Arrow's columns have one type, what has no fixed form is JSON text: `response`,
+`logprobs`, `message`; and `messages` and `body` may be.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nanoinfer.batch.lines import Line, Place
 from nanoinfer.batch.records import OPENAI_KEYS, OWN_KEYS
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _JSON_FIELDS = ("messages", "body")
+_BYTES = ("binary", "large_binary", "binary_view")
+_PLAIN = frozenset(
+    ("null", "bool", "halffloat", "float", "double", "string", "large_string", "string_view", *_BYTES)
+) | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+"""Arrow's names of types whose values are those of JSON, or bytes."""
 
 
 def to_lines(table: pa.Table, number: str | None) -> list[Line]:
@@ -33,12 +40,23 @@ def to_lines(table: pa.Table, number: str | None) -> list[Line]:
         number: the column with the lines' numbers, from which seeds are derived; None: a hash of the line's fields.
 
     Raises:
-        NanoinferError: there is no such column, or it has something else than integers.
+        NanoinferError: there is no such column, or it has something else than integers; a field is two columns, or has
+            values that JSON does not have.
     """
     known = OPENAI_KEYS if _is_openai(table) else OWN_KEYS
     if number is not None and number not in table.column_names:
         raise NanoinferError(f"number={number!r} is no column: the columns are {', '.join(table.column_names)}")
-    fields = table.select([name for name in table.column_names if name in known]).to_pylist()
+    names = [name for name in table.column_names if name in known]
+    for name in {*names, number} - {None}:
+        if (count := table.column_names.count(name)) > 1:
+            raise NanoinferError(f"{count} columns are named {name!r}: rename all but one of them")
+    for name in names:
+        if not _is_json(kind := table.schema.field(name).type):
+            raise NanoinferError(
+                f"the column {name!r} is {kind}, which a line cannot contain: cast it to text, numbers, lists or"
+                " structs"
+            )
+    fields = table.select(names).to_pylist()
     numbers = [None] * len(fields) if number is None else table[number].to_pylist()
     return [_line(*row) for row in zip(fields, numbers, range(len(fields)), strict=True)]
 
@@ -50,19 +68,19 @@ def add_records(table: pa.Table, records: Sequence[bytes]) -> pa.Table:
     made = [_columns(json.loads(record)) for record in records]
     kinds = _kinds(pa)
     names = ("response", "error") if _is_openai(table) else tuple(name for name in kinds if name != "response")
-    table = table.drop_columns([name for name in table.column_names if name in names])
+    table = table.select([i for i, name in enumerate(table.column_names) if name not in names])
     for name in names:
         table = table.append_column(name, pa.array([record.get(name) for record in made], kinds[name]))
     return table
 
 
 def _line(fields: Mapping[str, Any], number: Any, index: int) -> Line:
-    fields = {name: _value(value) for name, value in _without_nulls(fields).items() if value == value}  # NaN: a null
+    fields = {name: _value(value) for name, value in _plain(fields).items() if value == value}  # NaN: a null
     for name in _JSON_FIELDS:
         if isinstance(fields.get(name), str):
             with suppress(NanoinferError):  # the line's error then says that the field is text
                 fields[name] = parse_json(fields[name], "it is not JSON")
-    content = json.dumps(fields, ensure_ascii=False, default=str).encode()
+    content = json.dumps(fields, ensure_ascii=False).encode(errors="surrogatepass")  # of no UTF-8: the line's error
     if number is None:
         number = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
     elif not isinstance(number, int) or isinstance(number, bool):
@@ -71,15 +89,37 @@ def _line(fields: Mapping[str, Any], number: Any, index: int) -> Line:
 
 
 def _value(value: Any) -> Any:
-    """Return an integer as one: NumPy has no nulls, so that a column of integers with nulls is one of floats."""
+    """Undo the conversion to floats of integers in a column that has nulls, which NumPy lacks."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out the fields of objects that are null: in a column of Arrow, each object has the fields of all."""
+def _plain(value: Any) -> Any:
+    """Return what JSON has for a value, without the fields of objects that are null.
+
+    In a column of Arrow, each object has the fields of all. Ray's tensors are arrays.
+    """
     if isinstance(value, dict):
-        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+        return {name: _plain(v) for name, v in value.items() if v is not None}
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def _is_json(kind: Any) -> bool:
+    """Return whether the values of a type of Arrow are those of JSON, or bytes."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):  # Ray's tensors, JSON text; not Ray's pickled objects
+        return str(kind.storage_type) not in _BYTES and _is_json(kind.storage_type)
+    if isinstance(kind, pa.DictionaryType):
+        return _is_json(kind.value_type)
+    if isinstance(kind, pa.StructType):
+        names = [field.name for field in kind]
+        return len(set(names)) == len(names) and all(_is_json(field.type) for field in kind)
+    if isinstance(kind, (pa.MapType, pa.UnionType)):
+        return False
+    return _is_json(kind.value_type) if kind.num_fields else str(kind) in _PLAIN
 
 
 def _columns(record: dict[str, Any]) -> dict[str, Any]:
