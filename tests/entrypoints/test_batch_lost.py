@@ -72,7 +72,7 @@ def batch(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Batch:
             runner.run(reader, output, ProgressBar("batch", False))
             if action is not None and when == "at the end":
                 action()
-            output.finish()
+            output.finish(complete=True)
         except NanoinferError as e:
             error = str(e)
         finally:
@@ -225,6 +225,22 @@ def test_an_output_that_another_program_writes_is_an_error(batch: Batch, case: s
     if OUT.stat().st_size:
         with pytest.raises(NanoinferError, match="was changed by another program"):
             batch()
+
+
+@WHEN
+def test_an_output_that_is_edited_in_place_is_an_error(batch: Batch, when: str) -> None:
+    """It is as long as it should be, which no checkpoint shows: its content is compared when the batch is complete."""
+
+    def edit() -> None:
+        with OUT.open("r+b") as f:
+            f.seek(30)
+            f.write(b"mine")
+
+    remedy = "give another output, or replace it by --overwrite"
+    assert batch(edit, when) == f"a/out.jsonl was changed by another program while it was written: {remedy}"
+    with pytest.raises(NanoinferError, match="was changed by another program: "):
+        batch()
+    assert OUT.read_bytes()[30:34] == b"mine"
 
 
 def test_an_output_that_is_truncated_while_the_model_loads_is_an_error(batch: Batch) -> None:

@@ -338,9 +338,26 @@ def test_an_output_without_a_state_is_replaced_with_overwrite_only(run: Run, mad
     assert "out.jsonl exists and was not written by this command: give another output, or replace it by" in err
     assert run("in.jsonl", OUT, "--max-tokens", 2, "--overwrite")[0] == 1
     assert OUT.read_bytes() == made
-    OUT.write_bytes(b"")  # an empty file is no loss, whatever state is beside it
+    OUT.write_bytes(b"")  # an empty file is no loss, whatever batch has the state beside it
     assert run("in.jsonl", OUT, "--max-tokens", 2, "--seed", 4)[0] == 1
     assert OUT.read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("out", [None, b""])
+@pytest.mark.parametrize("state", [b"mine", b'{"format": "mine"}'])
+def test_a_file_at_the_place_of_the_state_is_replaced_with_overwrite_only(
+    run: Run, made: bytes, out: bytes | None, state: bytes
+) -> None:
+    OUT.unlink()
+    if out is not None:
+        OUT.write_bytes(out)
+    STATE.write_bytes(state)
+    code, err = run("in.jsonl", OUT, "--max-tokens", 2)
+    assert (code, STATE.read_bytes(), OUT.exists() and OUT.read_bytes()) == (2, state, out is not None and out)
+    remedy = "give another output, or replace it by --overwrite"
+    assert err == f"nanoinfer: error: out.jsonl.state exists and was not written by this command: {remedy}\n"
+    assert run("in.jsonl", OUT, "--max-tokens", 2, "--overwrite")[0] == 1
+    assert OUT.read_bytes() == made
 
 
 def test_two_runs_at_once_are_refused(run: Run, made: bytes) -> None:

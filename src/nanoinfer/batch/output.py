@@ -11,7 +11,7 @@ written so far, with the hash of both. After a kill at any moment, the next run
 
 So a kill loses the records of the last moments, and they are generated again. Two runs of a job at the same time are
 refused by a lock on the file. At each checkpoint and at the end, the file that is written must be the one at OUT, and
-as long as what was written.
+as long as what was written; when every line has its record, its content is compared, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from nanoinfer.batch.lines import STANDARD, LineReader, Place
 from nanoinfer.batch.lost import OutputLost, current_path, save_copy, what_happened
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import escaped, read_json, reason, write_atomically
+from nanoinfer.utils.files import escaped, read_json, read_object, reason, write_atomically
 
 log = logging.getLogger("nanoinfer")
 
@@ -98,7 +98,7 @@ class StreamOutput:
     def checkpoint(self) -> None:
         """Do nothing: a stream cannot be continued."""
 
-    def finish(self) -> None:
+    def finish(self, *, complete: bool = False) -> None:
         """Do nothing: every record was written."""
 
     def close(self) -> None:
@@ -114,11 +114,11 @@ class FileOutput:
     Args:
         path: the file.
         settings: what determines the records, besides the input: JSON values by name.
-        overwrite: start again, whatever the file contains.
+        overwrite: start again, whatever the file and its state contain.
 
     Raises:
-        NanoinferError: the file cannot be written, is being written by another process, has content that this command
-            did not write, or was written with other settings.
+        NanoinferError: the file cannot be written, is being written by another process, was written with other
+            settings, or it or the file at the path of the state has content that this command did not write.
     """
 
     resumable = True
@@ -135,16 +135,20 @@ class FileOutput:
         self.done = Checkpoint()
         if path.exists():
             self._open(os.O_RDWR)
-            try:
-                if not overwrite and os.fstat(self._fd).st_size:
-                    self.done = self._load()
-                    self._check_content()
-            except BaseException:
-                self.close()
-                raise
         elif not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             why = "Permission denied" if path.parent.is_dir() else f"there is no folder {escaped(path.parent)}"
             raise NanoinferError(f"{self.name} cannot be written: {why}")
+        if overwrite:
+            return
+        try:
+            if self._fd >= 0 and os.fstat(self._fd).st_size:
+                self.done = self._load()
+                self._check_content()
+            elif self._state.exists() and not self._is_known():
+                raise NanoinferError(_foreign(self._state))
+        except BaseException:
+            self.close()
+            raise
 
     def skip(self, reader: LineReader) -> None:
         """Read the lines whose records are in the file.
@@ -190,8 +194,8 @@ class FileOutput:
         if self.done != self._saved and time.monotonic() >= self._due:
             self._save()
 
-    def finish(self) -> None:
-        """Remove what an interrupt left of a record, and save how far the job is.
+    def finish(self, *, complete: bool = False) -> None:
+        """Remove what an interrupt left of a record, and save how far the job is; if it is complete, read the file.
 
         Raises:
             NanoinferError: another process has removed, replaced, moved or changed the file, or it cannot be written.
@@ -201,6 +205,8 @@ class FileOutput:
             if 0 < size - self.done.output_bytes <= self._unfinished:
                 os.ftruncate(self._fd, self.done.output_bytes)
             self._save()
+            if complete and self._read_hash().digest() != self._hash.digest():
+                raise self._refusal("was changed by another program while it was written")
 
     def close(self) -> None:
         """Close the file, after `finish` where an error has ended the job."""
@@ -270,10 +276,7 @@ class FileOutput:
     def _load(self) -> Checkpoint:
         """Return the checkpoint of the file's state."""
         if not self._state.exists():
-            raise NanoinferError(
-                f"{self.name} exists and was not written by this command: give another output, or replace it by"
-                " --overwrite"
-            )
+            raise NanoinferError(_foreign(self._path))
         found = read_json(self._state, MAX_STATE_BYTES, "the state of a batch")
         names = {f.name: type(f.default) for f in fields(Checkpoint)}
         values = found.get("checkpoint") if isinstance(found, dict) else None
@@ -288,16 +291,29 @@ class FileOutput:
             raise self._refusal(difference)
         return Checkpoint(**values)
 
+    def _is_known(self) -> bool:
+        """Return whether the file at the path of the state is that of a batch."""
+        try:
+            return read_object(self._state, MAX_STATE_BYTES, "the state of a batch").get("format") == FORMAT
+        except NanoinferError:
+            return False
+
     def _check_content(self) -> None:
         """Compare the hash of the file up to the checkpoint, and the beginning of what follows."""
-        left = self.done.output_bytes
-        while left > 0 and (piece := os.read(self._fd, min(left, 1 << 20))):
-            self._hash.update(piece)
-            left -= len(piece)
+        self._hash = self._read_hash()
         rest = os.read(self._fd, 64)
         begins = rest[:1] == b"\0" or any(rest[: len(start)] == start[: len(rest)] for start in _STARTS)
-        if left or self._hash.hexdigest() != self.done.output_sha256 or not begins:
+        if self._hash.hexdigest() != self.done.output_sha256 or not begins:
             raise self._refusal("was changed by another program")
+
+    def _read_hash(self) -> Any:
+        """Return the hash (of hashlib) of the content up to the last record."""
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        found, left = hashlib.sha256(), self.done.output_bytes
+        while left > 0 and (piece := os.read(self._fd, min(left, 1 << 20))):
+            found.update(piece)
+            left -= len(piece)
+        return found
 
     def _refusal(self, why: str) -> NanoinferError:
         return NanoinferError(f"{self.name} {why}: give another output, or replace it by --overwrite")
@@ -362,6 +378,12 @@ def _write_all(fd: int, content: bytes, name: str) -> None:
         raise
     except OSError as e:
         raise _unwritable(name, e) from None
+
+
+def _foreign(path: Path) -> str:
+    return (
+        f"{escaped(path)} exists and was not written by this command: give another output, or replace it by --overwrite"
+    )
 
 
 def _unwritable(name: str, error: Exception) -> NanoinferError:

@@ -58,7 +58,7 @@ _CAPACITY = (
     help="Input and output; with --output, any number of inputs. - is stdin or stdout.",
 )  # fmt: skip
 @click.option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument.")
-@click.option("--overwrite", is_flag=True, help="Start again, and replace the output if it exists.")
+@click.option("--overwrite", is_flag=True, help="Start again, and replace the output and its state.")
 @flags(batch_ray.RayFlags, "cluster")
 @model_flag
 @tokenizer_flag
@@ -110,7 +110,7 @@ def batch(
             batch_ray.generate(cluster, config, options, reader, inputs, records)
         else:
             _run(config, options, reader, records)
-        records.finish()
+        records.finish(complete=True)
     except KeyboardInterrupt:
         records.finish()
         how = "run the same command again to continue" if records.resumable else "this output cannot be continued"
