@@ -153,11 +153,15 @@ def test_one_call_where_they_are_not_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("special", [[], ["</think>"]])
-@pytest.mark.parametrize("budget", [None, 0, 12])
-def test_reasoning_comes_before_calls_within_its_budget(budget: int | None, special: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("budget", "given"), [(None, "Hm.</think>"), (0, ""), (1, ""), (12, ""), (12, "Hm.</think>"), (99, "Hm.</think>")]
+)
+def test_reasoning_comes_before_calls_within_its_budget(budget: int | None, given: str, special: list[str]) -> None:
     grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "get", special, in_reasoning=True, thinking_budget=budget)
     for seed in range(5):
-        text, ended = walk(grammar, special, seed, "" if budget is not None else "Hm.</think>")
+        text, ended = walk(grammar, special, seed, given)
+        assert text.count("</think>") == 1
+        assert text.startswith(given)
         message = parse(JSON_IN_MARKERS, text, SIMPLE, in_reasoning=True)
         assert check(message, SIMPLE, ended) >= 1
         assert budget is None or len((message.reasoning or "").encode()) <= budget

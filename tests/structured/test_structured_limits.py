@@ -230,6 +230,25 @@ def test_a_grammar_that_is_not_cached_any_more_is_compiled_when_its_output_begin
     assert len(lexers_made) == 12  # each when its request arrives, and for its two outputs
 
 
+@pytest.mark.parametrize("draft", [None, "prompt-lookup"])
+def test_a_lexer_that_panicked_is_used_by_no_output(folder: Path, draft: str | None) -> None:
+    """llguidance 1.9 panics at the end of a `stop` of several tokens that `max_tokens` bounds."""
+    structured = {"grammar": 'start: t "aaaa" X\nX: T\nT: /(?s:.*)/\nt[max_tokens=30, stop="aaaa"]: T'}
+
+    def asked(characters: str, seed: int) -> SamplingParams:
+        ids = [CHARS.index(c) for c in characters]
+        return SamplingParams(max_tokens=20, seed=seed, allowed_token_ids=ids, structured_outputs=structured)
+
+    llm = make_llm(folder, **({} if draft is None else {"draft": draft, "speculate_k": 3}))
+    each = [asked("cde", 0), asked("a", 1), asked("cde", 2), asked("a", 3), asked("cde", 4)]
+    outputs = [o.outputs[0] for o in llm.generate(["cdecde"] * 5, each)]
+    failed = "the server's grammar library failed: panic: "
+    assert [(o.error or "").startswith(failed) for o in outputs] == [False, True, False, True, False]
+    alone = [make_llm(folder).generate("cdecde", each[i])[0].outputs[0].text for i in (0, 2, 4)]
+    assert [outputs[i].text for i in (0, 2, 4)] == alone
+    assert status_code(ResultError(str(outputs[1].error))) == 500
+
+
 # Memory ------------------------------------------------------------------------------------------------------
 
 HOSTILE = """

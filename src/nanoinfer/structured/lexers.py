@@ -4,6 +4,8 @@ A lexer is the table of states that all outputs with a grammar share. Masks add 
 llguidance bounds the number of states, but not their size, and does not say how large they are. So the number is
 chosen such that they fit MAX_GROWTH for most grammars, and a lexer that is full, or that took long to grow, is replaced
 by a new one: outputs move to it before their next mask, by consuming their tokens again.
+
+llguidance may panic. Then the lexer cannot be used any more by any output, and all of them move to a new one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, ResultError, printable
 from nanoinfer.utils import processes
 from nanoinfer.utils.workers import Workers
 
@@ -43,6 +45,11 @@ SLOW_SEC = 0.25
 """CPU time beyond it, of all masks, after which a lexer is replaced."""
 TRIM_BYTES = 64 << 20
 _UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
+_PANIC = "panic: "  # how llguidance's messages about its own faults begin
+
+
+class LexerFailed(ResultError):
+    """llguidance panicked. The fault is not the request's."""
 
 
 class FreedMemory:
@@ -96,15 +103,25 @@ class Lexer:
             if (found := read_bits(matcher)) != bits:
                 self._last = found, mask = found, unpack(found)
             return mask
+        except LexerFailed:
+            self.worn = True
+            raise
         finally:
             self._num_masks += 1
             self._slow_sec += max(0.0, time.thread_time() - start - FAST_SEC)
             self.worn = self.worn or (self._slow_sec > SLOW_SEC and self._num_masks >= MIN_MASKS)
 
-    def retire(self) -> bool:
-        """Say that a limit was exceeded; return whether a new lexer may not exceed it."""
+    def check(self, matcher: llguidance.LLMatcher) -> None:
+        """Raise NanoinferError if a matcher has failed; LexerFailed if no matcher of this lexer can be used."""
+        if matcher.is_error():
+            error = failure(matcher.get_error())
+            self.worn = self.worn or isinstance(error, LexerFailed)
+            raise error
+
+    def retire(self, error: NanoinferError) -> bool:
+        """Say that a matcher failed, perhaps by a limit; return whether one of a new lexer may not."""
         self.worn = True
-        return self._num_masks >= MIN_MASKS
+        return isinstance(error, LexerFailed) or self._num_masks >= MIN_MASKS
 
     def __del__(self) -> None:
         if hasattr(self, "_freed"):
@@ -180,12 +197,19 @@ def read_bits(matcher: llguidance.LLMatcher) -> bytes:
         return bits
     if _UNSATISFIABLE in (error := matcher.get_error()):
         return bytes(len(bits))
-    raise NanoinferError(explain(error))
+    raise failure(error)
 
 
 def unpack(bits: bytes) -> NDArray[np.bool_]:
     """Return a bool for each bit."""
     return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+
+
+def failure(error: str) -> NanoinferError:
+    """Return the exception for llguidance's error message."""
+    if error.startswith(_PANIC):
+        return LexerFailed(f"the server's grammar library failed: {explain(error)}: no fault of the request")
+    return NanoinferError(explain(error))
 
 
 def explain(error: str) -> str:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.sampling.sampler import Sampled, add_logprobs
 from nanoinfer.speculative.base import Proposal
-from nanoinfer.structured.lexers import Grammar, Lexer, explain
+from nanoinfer.structured.lexers import Grammar, Lexer, LexerFailed
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.workers import Workers
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from nanoinfer.speculative.speculator import StepProposals
     from nanoinfer.speculative.verify import Group
 
+T = TypeVar("T")
 Excluded = NDArray[Any]
 """The tokens that a mask excludes: their ids if they are few, else (vocab_size,) bool."""
 EXCLUDED = float("-inf")
@@ -80,23 +82,32 @@ class OutputGrammar:
         Raises:
             NanoinferError: the grammar does not permit the token, or a limit is exceeded.
         """
-        lexer, matcher = self._state or self._move()
-        if not matcher.consume_token(token_id) and lexer.retire():
-            lexer, matcher = self._move()
+
+        def consume(lexer: Lexer, matcher: llguidance.LLMatcher) -> bool:
             matcher.consume_token(token_id)
-        if matcher.is_error():
-            raise NanoinferError(f"structured_outputs: {explain(matcher.get_error())}")
+            lexer.check(matcher)
+            return bool(matcher.is_stopped())
+
+        try:
+            complete = self._with_state(consume)
+        except NanoinferError as e:
+            raise NanoinferError(_said(e)) from None
         self._token_ids.append(token_id)
-        return bool(matcher.is_stopped())
+        return complete
 
     def rest(self) -> None:
         """Free the memory of llguidance until the next mask, which makes the state again from the tokens so far."""
         self._state = None
 
     def num_permitted(self, token_ids: list[int]) -> int:
-        """Return how many of the next tokens the grammar permits."""
-        _, matcher = self._state or self._move()
-        return int(matcher.validate_tokens(token_ids))
+        """Return how many of the next tokens the grammar permits: none if the matcher fails, as the next mask says."""
+        try:
+            lexer, matcher = self._state or self._move()
+            count = int(matcher.validate_tokens(token_ids))
+            lexer.check(matcher)
+            return count
+        except NanoinferError:
+            return 0
 
     @property
     def expected_sec(self) -> float:
@@ -121,7 +132,7 @@ class OutputGrammar:
                 self._compute_proposed(proposed)
         except Exception as e:
             if not self._masks:  # else it comes again, if the proposals are accepted
-                self._error = one_line(e)
+                self._error = _said(e)
         finally:
             self._sec = max(time.perf_counter() - start, self._sec / 2)
             self._computed.set()
@@ -130,7 +141,9 @@ class OutputGrammar:
         lexer, matcher = self._state or self._move()
         matcher = matcher.deep_copy()
         for token_id in proposed:
-            if not matcher.consume_token(token_id) or matcher.is_stopped():
+            if not matcher.consume_token(token_id):
+                lexer.check(matcher)
+            if matcher.is_stopped():
                 break
             if (excluded := self._excluded(lexer.read_mask(matcher))) is None:
                 break
@@ -138,20 +151,22 @@ class OutputGrammar:
 
     def _next_mask(self) -> NDArray[np.bool_]:
         """Return the mask after the tokens so far, with a new lexer if the present one is worn."""
-        if self._state is None or self._state[0].worn:
+        if self._state is not None and self._state[0].worn:
             self._move()
-        assert self._state is not None
-        lexer, matcher = self._state
         if not self._token_ids:
-            return lexer.first_mask
+            return self._with_state(lambda lexer, _: lexer.first_mask)
+        return self._with_state(lambda lexer, matcher: lexer.read_mask(matcher))
+
+    def _with_state(self, use: Callable[[Lexer, llguidance.LLMatcher], T]) -> T:
+        """Call a function, again with a new lexer if it raises NanoinferError and the new one may not fail."""
+        lexer, matcher = self._state or self._move()
         try:
-            return lexer.read_mask(matcher)
-        except NanoinferError:
-            if not lexer.retire():
+            return use(lexer, matcher)
+        except NanoinferError as e:
+            if not lexer.retire(e):
                 raise
         del lexer, matcher  # their memory
-        lexer, matcher = self._move()
-        return lexer.read_mask(matcher)
+        return use(*self._move())
 
     def _move(self) -> tuple[Lexer, llguidance.LLMatcher]:
         """Return the grammar's lexer, and a matcher after the tokens so far on it. Both are kept."""
@@ -159,8 +174,8 @@ class OutputGrammar:
         lexer = self._grammar.lexer()
         matcher = lexer.new_matcher()
         for i in range(0, len(self._token_ids), REPLAYED):
-            if not matcher.consume_tokens(self._token_ids[i : i + REPLAYED]):
-                raise NanoinferError(explain(matcher.get_error()))
+            matcher.consume_tokens(self._token_ids[i : i + REPLAYED])
+            lexer.check(matcher)
         self._state = lexer, matcher
         return self._state
 
@@ -172,7 +187,7 @@ class OutputGrammar:
         """
         self._computed.wait()
         if self._error is not None:
-            raise NanoinferError(f"structured_outputs: {self._error}")
+            raise NanoinferError(self._error)
         return self._masks
 
     def _excluded(self, mask: NDArray[np.bool_]) -> Excluded | None:
@@ -187,6 +202,11 @@ class OutputGrammar:
             excluded = np.flatnonzero(excluded)
         self._last = mask, None if count == V else excluded
         return self._last[1]
+
+
+def _said(error: Exception) -> str:
+    """Return the message for the user. The grammar may come from tools or from a budget, so a panic names no field."""
+    return f"{'' if isinstance(error, LexerFailed) else 'structured_outputs: '}{one_line(error)}"
 
 
 def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:

@@ -12,6 +12,7 @@ tokens of the tokenizer are references to them; what is not constrained cannot s
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -128,9 +129,13 @@ class _Answer:
             return lark.until(end)
         if budget == 0:
             return lark.literal(end)
-        stop = "" if lark.is_special(end) else f", stop={lark.literal(end)}"
-        body = lark.rule(lark.rule(ANY, "TEXT"), "thought", f"[max_tokens={budget}{stop}]")
-        return f"{body} {lark.literal(end)}"
+        if lark.is_special(end):
+            return f"{lark.rule(lark.rule(ANY, 'TEXT'), 'thought', f'[max_tokens={budget}]')} {lark.literal(end)}"
+        # At the budget, llguidance ends the lexeme that stands first in the grammar: that of a text without the marker.
+        unended = lark.rule(f"{ANY} & ~/(?s:.*){regex(end)}(?s:.*)/", "TEXT")
+        cut = lark.rule(unended, "thought", f"[max_tokens={budget}]")
+        ended = lark.rule(lark.rule(ANY, "TEXT"), "thought", f"[max_tokens={budget}, suffix={json.dumps(end)}]")
+        return lark.rule(f"{cut} {lark.literal(end)} | {ended}")
 
     def _structured(self, answer: StructuredOutputsParams) -> str:
         f, lark = self._format, self._lark
