@@ -48,18 +48,22 @@ class QueueFull(NanoinferError):
     """As many requests wait as may wait. The same request can succeed later."""
 
 
+CONTEXT_LENGTH = "the maximum context length is"
+"""In the errors about prompts that exceed it, and by these words clients know them."""
+
+
 def too_long(num_tokens: str, block_size: int) -> NanoinferError:
     """Return the error about a prompt that exceeds the context length. `num_tokens`: "600", or "at least 600"."""
     return NanoinferError(
-        f"the prompt has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
-        " overflow='slide' (--overflow slide), which keeps the last tokens"
+        f"the prompt has {num_tokens} tokens, {CONTEXT_LENGTH} {block_size} tokens: shorten it, or use"
+        " overflow='slide', which keeps the last tokens"
     )
 
 
 def input_too_long(num_tokens: str, block_size: int) -> NanoinferError:
     """Return the error about an input of an embedding or a score that exceeds the context length, as `too_long`."""
     return NanoinferError(
-        f"the input has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
+        f"the input has {num_tokens} tokens, {CONTEXT_LENGTH} {block_size} tokens: shorten it, or use"
         " truncate_prompt_tokens=-1, which shortens it"
     )
 

@@ -185,7 +185,7 @@ class RequestOutput:
     """For each prompt token: token id -> Logprob, the prompt's token first; None for the first token, which has no
     context. None if not requested."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that were in the KV cache already, because the request continues a conversation."""
+    """Tokens of the prompt that were in the KV cache already, because an earlier request begins with them."""
 
     @property
     def finished(self) -> bool:

@@ -403,13 +403,13 @@ BAD = {
     "no prompt tokens": (["-m", "{tiny}", "--prompt-tokens", "0"], "prompt_tokens=0 is not an integer in [1,"),
     "empty prompt": (["", "-m", "{nobos}"], "the prompt is empty"),
     "two prompts": (["Go", "-m", "{tiny}", "--prompt-tokens", "3"], "prompt_tokens=3 has no use"),
-    "long prompt": (["-m", "{tiny}", "--prompt-tokens", "33"], "the context length is 32"),
+    "long prompt": (["-m", "{tiny}", "--prompt-tokens", "33"], "the maximum context length is 32"),
     "no tokens": (["Go", "-m", "{tiny}", "--max-tokens", "0"], "max_tokens=0"),
     "no decoding": (["Go", "-m", "{tiny}", "--max-tokens", "1", "--decode-only"], "max_tokens=1"),
     "no folder": (["Go", "-m", "./never/loaded", "--trace", "{tmp}/no/t.json"], "t.json cannot be written"),
     "folder": (["Go", "-m", "./never/loaded", "--trace", "{tmp}"], "it is a folder"),
     "a file as folder": (["Go", "-m", "./never/loaded", "--trace", "{old}/t.json"], "cannot be written"),
-    "bad prompt, good trace": (["Go" * 40, "-m", "{tiny}", "--trace", "{old}"], "the context length is 32"),
+    "bad prompt, good trace": (["Go" * 40, "-m", "{tiny}", "--trace", "{old}"], "the maximum context length is 32"),
 }
 
 

@@ -154,7 +154,7 @@ def test_regenerate_with_a_seed_gives_another_answer(call: Call) -> None:
         ("/load missing.jsonl", "missing.jsonl cannot be read"),
         ("/load old.jsonl", "old.jsonl is not one JSON object a line"),
         ("/load odd.jsonl", "message=3 is not a dict"),
-        ("x" * 400, "the context length is 256"),
+        ("x" * 400, "the maximum context length is 256"),
         ("/system \x1b[2J\n/\x1b[2J", "is not a command"),
     ],
 )

@@ -212,7 +212,7 @@ def test_abort_of_a_waiting_request_lets_the_next_one_in() -> None:
     [
         (0, {}, r"^the prompt has no tokens: "),
         (4, {"n": 4}, r"^n=4 is more than max_num_seqs=3: "),
-        (9, {}, r"^the prompt has 9 tokens, the context length is 8: .*overflow"),
+        (9, {}, r"^the prompt has 9 tokens, the maximum context length is 8 tokens: .*overflow"),
         (4, {"overflow": "slide", "slide_stride": 9}, r"^slide_stride=9 is more than the context length 8"),
         (4, {"max_tokens": 4}, r"^the request may grow to 7 cached tokens, the KV cache holds 6: "),
     ],

@@ -34,7 +34,9 @@ def test_a_sequence_ends_at_the_shorter_context(engine: str, tmp_path: Path) -> 
     assert (llm.config.block_size, llm.engine.limits.block_size) == (12, 12)
     assert llm.engine.limits.max_num_cached_tokens <= 32  # in whole blocks of 16
     assert tokens(llm) == want[: 12 - 3 + 1]
-    refuses(lambda: llm.generate([{"prompt_token_ids": [1] * 13}], GREEDY), "13 tokens, the context length is 12")
+    refuses(
+        lambda: llm.generate([{"prompt_token_ids": [1] * 13}], GREEDY), "13 tokens, the maximum context length is 12"
+    )
     slid = tokens(llm, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, overflow="slide"))
     assert slid[:10] == want[:10]
     assert len(slid) == 40

@@ -101,7 +101,10 @@ def test_refusals_of_the_template_and_the_context(llm: LLM) -> None:
     odd = [{"role": "assistant", "content": "Hi"}]
     refuses(lambda: llm.chat(odd, chat_template=TEMPLATES["gemma"]), "refuses the messages: Roles must alternate")
     refuses(lambda: llm.chat([HI, odd], chat_template=TEMPLATES["gemma"]), "conversation 2 of 2: the chat template")
-    refuses(lambda: llm.chat([{"role": "user", "content": "x" * 400}]), "the context length is 256: shorten it")
+    refuses(
+        lambda: llm.chat([{"role": "user", "content": "x" * 400}]),
+        "the maximum context length is 256 tokens: shorten it",
+    )
 
 
 def test_a_model_without_a_template() -> None:
@@ -326,7 +329,7 @@ def test_a_turn_that_fails_is_taken_back(llm: LLM, monkeypatch: pytest.MonkeyPat
     conversation = llm.conversation(chat_template=TEMPLATES["gemma"])
     say(conversation, "Hi")
     before = conversation.messages
-    refuses(lambda: conversation.send("x" * 400, GREEDY), "the context length is 256")
+    refuses(lambda: conversation.send("x" * 400, GREEDY), "the maximum context length is 256")
     refuses(lambda: conversation.send(None), "content=None is neither")  # type: ignore[arg-type]
     refuses(lambda: conversation.send("Hi", SamplingParams(n=2)), "a conversation has one answer")
     refuses(lambda: conversation.send("Hi", SamplingParams(prompt_logprobs=1)), "no prompt_logprobs")

@@ -122,7 +122,7 @@ def test_max_tokens(llm: LLM) -> None:
     assert [len(o.token_ids) for o in four] == [TINY.block_size - 1] * 4
     speculating = LLM(llm.model_name, draft="prompt-lookup", speculate_k=3)
     assert one(speculating, "Go", free).token_ids == one(llm, "Go", free).token_ids
-    refuses(lambda: llm.generate("a" * 40, free), "the prompt has 40 tokens, the context length is 32")
+    refuses(lambda: llm.generate("a" * 40, free), "the prompt has 40 tokens, the maximum context length is 32")
 
 
 @row("`top_k=-1`, `top_k=0`")

@@ -111,7 +111,9 @@ def test_end_of_text_ends_it_unless_ignored(tmp_path: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NanoinferError, match=r"prompt has 40 tokens, the context length is 32.*overflow='slide'"):
+    with pytest.raises(
+        NanoinferError, match=r"prompt has 40 tokens, the maximum context length is 32.*overflow='slide'"
+    ):
         llm.generate("a" * 40, GREEDY)
     with caplog.at_level(logging.WARNING, "nanoinfer"):
         params = SamplingParams(max_tokens=3, temperature=0, overflow="slide", slide_stride=1)

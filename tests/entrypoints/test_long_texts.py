@@ -49,7 +49,7 @@ def no_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "encode", encode)
 
 
-TOO_LONG = ("the prompt has at least ", " tokens, the context length is 32: shorten it, or use overflow='slide'")
+TOO_LONG = ("the prompt has at least ", " tokens, the maximum context length is 32 tokens: shorten it")
 
 
 @pytest.mark.usefixtures("no_tokenization")
@@ -66,7 +66,7 @@ def test_a_prompt_that_cannot_fit_is_not_tokenized(llm: LLM) -> None:
 @pytest.mark.usefixtures("no_tokenization")
 def test_a_conversation_that_cannot_fit_is_not_tokenized(chat: LLM) -> None:
     message = {"role": "user", "content": LONG}
-    refuses(lambda: chat.chat([message], SHORT), "the prompt has at least ", "the context length is")
+    refuses(lambda: chat.chat([message], SHORT), "the prompt has at least ", "the maximum context length is")
     refuses(lambda: chat.chat([[message], [message]], SHORT), "conversation 1 of 2: the prompt has at least")
     refuses(lambda: chat.chat([[message]] * 2, [SHORT] * 3), "2 prompts, but 3 SamplingParams")
 
@@ -74,16 +74,16 @@ def test_a_conversation_that_cannot_fit_is_not_tokenized(chat: LLM) -> None:
 @pytest.mark.usefixtures("no_tokenization")
 def test_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shakespeare", engine="native", max_num_seqs=1)
-    refuses(lambda: llm.generate("é" * 20_000, SHORT), "the prompt has at least ", "the context length is 512")
+    refuses(lambda: llm.generate("é" * 20_000, SHORT), "the prompt has at least ", "the maximum context length is 512")
 
 
 def test_a_short_text_is_counted(llm: LLM) -> None:
-    refuses(lambda: llm.generate("a" * 33, SHORT), "the prompt has 33 tokens, the context length is 32")
+    refuses(lambda: llm.generate("a" * 33, SHORT), "the prompt has 33 tokens, the maximum context length is 32")
 
 
 def test_a_text_without_a_bound_is_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers.CharTokenizer, "least_tokens", lambda self, text: 0)
-    refuses(lambda: llm.generate(LONG, SHORT), f"the prompt has {len(LONG)} tokens, the context length is 32")
+    refuses(lambda: llm.generate(LONG, SHORT), f"the prompt has {len(LONG)} tokens, the maximum context length is 32")
 
 
 def test_a_prompt_that_slides_may_have_any_length(llm: LLM) -> None:

@@ -188,8 +188,12 @@ def test_beside_speculation_and_preemption(tiny_folder: Path, kind: str, options
 
 def test_bad_inputs_are_refused(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), max_num_seqs=2)
-    refuses(lambda: llm.embed("a" * 33), "the input has 33 tokens, the context length is 32", "truncate_prompt_tokens")
-    refuses(lambda: llm.embed("a" * 5000), "the input has at least ", "is 32: shorten", "truncate_prompt_tokens")
+    refuses(
+        lambda: llm.embed("a" * 33),
+        "the input has 33 tokens, the maximum context length is 32",
+        "truncate_prompt_tokens",
+    )
+    refuses(lambda: llm.embed("a" * 5000), "the input has at least ", "is 32 tokens: shorten", "truncate_prompt_tokens")
     refuses(lambda: llm.embed(["a", "b" * 40]), "prompt 2 of 2: the input has 40 tokens")
     refuses(lambda: llm.embed(""), "the input has no tokens")
     refuses(lambda: llm.embed([[5, 999]]), "token id 999")
@@ -410,7 +414,7 @@ def test_a_rerankers_tokens_and_template_from_its_files(tiny_folder: Path) -> No
     refuses(lambda: llm.score("a", "b" * 40), "the input has 47 tokens")
     (cut,) = llm.score("a", "b" * 40, truncate_prompt_tokens=20)
     assert cut.prompt_token_ids == llm.tokenize("Q:a D:" + "b" * 13 + "?")
-    refuses(lambda: llm.score("a" * 40, "b", truncate_prompt_tokens=-1), "tokens, the context length is 32")
+    refuses(lambda: llm.score("a" * 40, "b", truncate_prompt_tokens=-1), "tokens, the maximum context length is 32")
 
 
 def test_cosine_of_embeddings(tiny_folder: Path) -> None:

@@ -203,7 +203,11 @@ def test_prompts_are_truncated_at_the_left(llm: LLM, chat: LLM, tmp_path: Path) 
         assert out.outputs == llm.generate(prompt[-7:], GREEDY)[0].outputs
     assert llm.generate("Go", cut)[0].prompt_token_ids == llm.tokenize("Go")
     assert len(llm.generate(prompt, replace(cut, truncate_prompt_tokens=-1))[0].prompt_token_ids) == 32
-    refuses(lambda: llm.generate(prompt, replace(cut, truncate_prompt_tokens=33)), "33 tokens", "context length is 32")
+    refuses(
+        lambda: llm.generate(prompt, replace(cut, truncate_prompt_tokens=33)),
+        "33 tokens",
+        "maximum context length is 32",
+    )
     (out,) = chat.chat(HI, replace(GREEDY, truncate_prompt_tokens=3))
     assert out.prompt_token_ids == chat.apply_chat_template(HI)[-3:]
 

@@ -83,7 +83,9 @@ def test_completions_are_those_of_generate(client: Client, given: dict[str, Any]
     assert [c["index"] for c in body["choices"]] == list(range(params.n))
     assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", "tiny", "cmpl-")
     num_tokens = sum(len(o.token_ids) for o in expected.outputs)
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": num_tokens, "total_tokens": 5 + num_tokens}
+    assert uncached(body["usage"]) == {
+        "prompt_tokens": 5, "completion_tokens": num_tokens, "total_tokens": 5 + num_tokens
+    }  # fmt: skip
     if "best_of" in given:
         status, error = client.error(COMPLETIONS, prompt="To be", stream=True, **given)
         assert (status, error["param"]) == (400, "best_of")
@@ -92,6 +94,12 @@ def test_completions_are_those_of_generate(client: Client, given: dict[str, Any]
     assert joined(chunks, params.n) == shapes(expected, params.n)
     assert {c["object"] for c in chunks} == {"text_completion"}
     assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+
+
+def uncached(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return a usage without the number of cached tokens, which depends on the requests before."""
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
 def joined(chunks: list[dict[str, Any]], count: int, key: str = "text") -> list[tuple[str, str | None]]:
@@ -130,14 +138,16 @@ def test_prompts_in_all_forms(client: Client, prompt: Any, plain: list[Any], str
 def test_usage_of_a_stream(client: Client) -> None:
     given: dict[str, Any] = {"prompt": ["Go", "To be"], "max_tokens": 3, "ignore_eos": True, "n": 2}
     usage = {"prompt_tokens": 7, "completion_tokens": 12, "total_tokens": 19}
-    assert all("usage" not in chunk for chunk in client.stream(COMPLETIONS, **given))
+    for options in (None, {"continuous_usage_stats": True}):
+        assert all("usage" not in chunk for chunk in client.stream(COMPLETIONS, **given, stream_options=options))
     *chunks, last = client.stream(COMPLETIONS, **given, stream_options={"include_usage": True})
     assert {chunk["usage"] for chunk in chunks} == {None}
-    assert (last["choices"], last["usage"]) == ([], usage)
+    assert (last["choices"], uncached(last["usage"])) == ([], usage)
     *chunks, last = client.stream(
         COMPLETIONS, **given, stream_options={"include_usage": True, "continuous_usage_stats": True}
     )
-    assert chunks[-1]["usage"] == last["usage"] == usage
+    assert chunks[-1]["usage"] == last["usage"]
+    assert uncached(last["usage"]) == usage
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[0] >= 1
@@ -261,7 +271,7 @@ def test_a_prompt_alone_is_scored(client: Client, stream: bool) -> None:
         assert choice["finish_reason"] == "length"
     assert choice["text"] == "To be"
     assert steps(choice["logprobs"]) == expected_steps(expected, nothing, 1, True)
-    assert counts == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert uncached(counts) == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
 
 
 def test_echo_without_logprobs(client: Client) -> None:
@@ -422,6 +432,20 @@ def test_chats_are_those_of_chat(chat: Client) -> None:
         assert [t for c in mine for t in c.get("token_ids", [])] == o.token_ids
 
 
+def test_the_prompt_of_a_chat_has_log_probabilities_and_cached_tokens_beside_the_choices(chat: Client) -> None:
+    messages = [{"role": "user", "content": "Never asked before"}]
+    (expected,) = chat.llm.chat(messages, SamplingParams(max_tokens=1, seed=1, prompt_logprobs=1))
+    chat.llm.reset_prefix_cache()
+    sent = {"messages": messages, "max_tokens": 1, "seed": 1}
+    body = chat.post(CHAT, **sent, prompt_logprobs=1)
+    plain = [None if s is None else {str(t): p.logprob for t, p in s.items()} for s in expected.prompt_logprobs or []]
+    assert [s and {t: p["logprob"] for t, p in s.items()} for s in body["prompt_logprobs"]] == plain
+    assert "prompt_logprobs" not in body["choices"][0]
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    *_, last = chat.stream(CHAT, **sent, stream_options={"include_usage": True})
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": len(plain) - 1}
+
+
 def test_a_chat_without_max_tokens_ends_at_the_context_length(chat: Client) -> None:
     (expected,) = chat.llm.chat(HI, SamplingParams(max_tokens=None, seed=1, ignore_eos=True))
     body = chat.post(CHAT, messages=HI, seed=1, ignore_eos=True)
@@ -494,7 +518,13 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream=true"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "x=1"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "top_p": 2}, 400, "top_p", "top_p=2"),
-    (COMPLETIONS, {"prompt": "a" * 33, "stream": True}, 400, "prompt", "the prompt has 33 tokens"),
+    (
+        COMPLETIONS,
+        {"prompt": "a" * 33, "stream": True},
+        400,
+        "prompt",
+        "the prompt has 33 tokens, the maximum context length",
+    ),
     (COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404, "model", "the model 'gpt-9' does not exist"),
     (COMPLETIONS, {"prompt": "a", "model": ["a"]}, 400, "model", "is not a string"),
     (CHAT, {}, 400, "messages", "messages is missing"),
@@ -526,6 +556,7 @@ def test_errors_name_the_field(
     assert (found, error["param"]) == (status, param)
     assert message in error["message"]
     kind, code = ("not_found_error", "model_not_found") if status == 404 else ("invalid_request_error", None)
+    code = "context_length_exceeded" if "maximum context length is 32 tokens" in error["message"] else code
     assert (error["type"], error["code"]) == (kind, code)
     assert set(error) == {"message", "type", "param", "code"}
     assert client.async_llm.num_unfinished_requests == 0

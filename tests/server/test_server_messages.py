@@ -278,6 +278,18 @@ def test_counted_tokens_are_those_of_the_prompt(client: Client, fields: dict[str
         assert count == {"input_tokens": made["usage"]["input_tokens"]}
 
 
+def test_the_billing_header_is_no_part_of_the_prompt(client: Client) -> None:
+    """Claude Code's first system block, which differs from request to request."""
+    plain = client.post(COUNT_TOKENS, model="tiny", messages=HI, system="s")
+    for i in range(2):
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={i};"}
+        sent = {"messages": HI, "system": [header, {"type": "text", "text": "s"}]}
+        assert client.post(COUNT_TOKENS, model="tiny", **sent) == plain
+        assert client.post(MESSAGES, **body(**sent))["usage"]["input_tokens"] == plain["input_tokens"]
+    alone = client.post(COUNT_TOKENS, model="tiny", messages=HI, system=[header])
+    assert alone == client.post(COUNT_TOKENS, model="tiny", messages=HI)
+
+
 def test_fields_without_effect_are_accepted(client: Client) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     tools = [{**TOOLS[0], "type": "custom", **cached, "eager_input_streaming": True, "strict": True}, TOOLS[1]]

@@ -338,7 +338,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     (item(type="function_call_output", call_id="1", output="a"), "input", "call_id='1' is the id of no function_call"),
     (item(type="reasoning", encrypted_content="x"), "input", "encrypted_content cannot be read"),
     ({"instructions": 5}, "instructions", "instructions=5 is not a string"),
-    ({"input": "a " * 3000}, "input", "context length"),
+    ({"input": "a " * 3000}, "input", "the maximum context length is 2048 tokens"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0"),
     ({"temperature": -1}, "temperature", "temperature=-1"),
     ({"top_logprobs": 2}, "top_logprobs", "needs include=['message.output_text.logprobs']"),
@@ -374,6 +374,7 @@ def test_errors_name_the_field(client: Client, body: dict[str, Any], param: str,
         status, error = client.error(RESPONSES, **{"input": "Hi", "stream": stream, **body})
         assert (status, error["param"]) == (404 if param == "model" else 400, param)
         assert message in error["message"]
+        assert (error["code"] == "context_length_exceeded") == ("maximum context length" in message)
         assert "\n" not in error["message"]
     assert client.async_llm.num_unfinished_requests == 0
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from nanoinfer.anthropic_protocol.fields import MESSAGES, REQUIRED, TABLES
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError
 from nanoinfer.openai_protocol import CHAT, FieldError, GenerationRequest, as_sent, parse, renamed
 from nanoinfer.openai_protocol.fields import check_names
 from nanoinfer.sampling_params import SamplingParams
@@ -33,6 +33,8 @@ _OPTIONAL: dict[str, dict[str, type]] = {
     "thinking": {"signature": str},
     "tool_result": {"content": object, "is_error": bool},
 }
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code that differs in each request: with it, no prefix would be found in the cache."""
 _NAMES = {str: "a string", dict: "an object", bool: "a bool"}
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
 """Fields of a chat, too."""
@@ -64,7 +66,7 @@ def messages_error(error: NanoinferError, request: GenerationRequest) -> Nanoinf
 
     A prompt that is too long has Anthropic's message, by which agents decide to shorten the conversation.
     """
-    if found := re.match(r"the prompt has (.*) tokens, the context length is (\d+)", str(error)):
+    if found := re.match(rf"the prompt has (.*) tokens, {CONTEXT_LENGTH} (\d+)", str(error)):
         return _error(f"prompt is too long: {found[1]} tokens > {found[2]} maximum: shorten the conversation")
     return renamed(as_sent(error, response_format=request.response_format), _SENT)
 
@@ -128,8 +130,9 @@ def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise _error(f"messages={show(messages)} is not a list of one or more {{'role': ..., 'content': ...}}")
     turns: list[tuple[str, list[dict[str, Any]]]] = []
-    if system is not None:
-        turns.append(("system", _blocks(system, "system", "system")))
+    blocks = [] if system is None else _blocks(system, "system", "system")
+    if kept := [block for block in blocks if not block["text"].startswith(_BILLING)]:
+        turns.append(("system", kept))
     for i, message in enumerate(messages):
         found = _object(message, f"messages[{i}]", ("role", "content"))
         role = found.get("role")

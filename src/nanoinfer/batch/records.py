@@ -177,6 +177,7 @@ class OpenAIForm:
         body = openai.response_body(
             self._request, outputs, request_id=number, model=model, created=0, decode=self._decode
         )
+        del body["usage"]["prompt_tokens_details"]  # it depends on what ran before; the rest of a record does not
         return self._response(200, body)
 
     def error(self, error: NanoinferError) -> Record:

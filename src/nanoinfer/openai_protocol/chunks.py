@@ -21,6 +21,7 @@ from nanoinfer.openai_protocol.responses import (
     head,
     num_chars,
     num_values,
+    prompt_details,
     reasoning_fields,
     token_counts,
     token_fields,
@@ -52,7 +53,7 @@ class ChunkWriter:
         given = request.params.output_token_ids  # what comes before the tokens after these was sent before
         self._begins = not given and (request.chat or request.echo or request.return_token_ids)
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
-        self._num_output = len(given)
+        self._num_output, self._num_cached = len(given), 0
         self._num_reasoning: int | None = None
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
@@ -81,6 +82,7 @@ class ChunkWriter:
         for i, output in found:
             if i not in self._num_prompt:
                 self._num_prompt[i] = len(output.prompt_token_ids)
+                self._num_cached += output.num_cached_tokens
                 if self._begins:
                     yield from self._first(i, output, write)
             for o in output.outputs:
@@ -191,7 +193,7 @@ class ChunkWriter:
         return f',"usage":{self._counts()}}}\n\n'
 
     def _counts(self) -> str:
-        return encode(token_counts(*self.num_tokens, self._num_reasoning))
+        return encode(token_counts(*self.num_tokens, self._num_reasoning) | prompt_details(self._num_cached))
 
 
 def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:

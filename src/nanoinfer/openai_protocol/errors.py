@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, QueueFull, ResultError, TokensExcluded
+from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, QueueFull, ResultError, TokensExcluded
 from nanoinfer.openai_protocol.fields import SAMPLING, TABLES, FieldError
 
 
@@ -27,6 +27,8 @@ def status_code(error: NanoinferError) -> int:
 def error_body(error: NanoinferError) -> dict[str, Any]:
     """Return the body of a response to a request that failed or was refused."""
     code = error.code if isinstance(error, FieldError) else None
+    if CONTEXT_LENGTH in str(error):
+        code = "context_length_exceeded"
     return error_object(str(error), status_code(error), _param(error), code)
 
 

@@ -73,7 +73,7 @@ FIELDS: dict[str, Field] = {
             "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
             "additionalProperties": False,
         },
-        "With include_usage, the last chunk has the token counts; with continuous_usage_stats every chunk has them.",
+        "With include_usage, the last chunk has the token counts; with continuous_usage_stats, too, every chunk.",
     ),
     "echo": Field(
         _BOOL, "Return the prompt before the output; with logprobs, its log-probabilities too.", (COMPLETIONS,)

@@ -189,8 +189,8 @@ def _stream_options(given: Any, stream: bool) -> dict[str, bool]:
         if name not in known or not isinstance(value, (bool, type(None))):
             raise FieldError(f"stream_options.{name}={show(value)} is not supported: use {', '.join(known)}",
                              "stream_options")  # fmt: skip
-    return {"include_usage": bool(given.get("include_usage")),
-            "continuous_usage": bool(given.get("continuous_usage_stats"))}  # fmt: skip
+    counts = bool(given.get("include_usage"))
+    return {"include_usage": counts, "continuous_usage": counts and bool(given.get("continuous_usage_stats"))}
 
 
 def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:

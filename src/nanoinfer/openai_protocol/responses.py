@@ -42,10 +42,12 @@ def response_body(
         choices += [_choice(request, o, prompt) for o in output.outputs]
     body = head(request, request_id, model, created) | {
         "choices": tuple({"index": i, **choice} for i, choice in enumerate(choices)),
-        "usage": usage(outputs, request.prompt_only),
+        "usage": usage(outputs, request.prompt_only) | prompt_details(sum(o.num_cached_tokens for o in outputs)),
     }
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
+    if request.chat and prompt.plain_logprobs is not None:
+        body["prompt_logprobs"] = prompt.plain_logprobs
     return body
 
 
@@ -98,6 +100,11 @@ def token_counts(num_prompt: int, num_output: int, num_reasoning: int | None = N
     found = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
     details = {"reasoning_tokens": num_reasoning}
     return found if num_reasoning is None else {**found, "completion_tokens_details": details}
+
+
+def prompt_details(num_cached: int) -> dict[str, Any]:
+    """Return what a usage has about the prompts. Args: num_cached: their tokens that were in the KV cache."""
+    return {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
 def message_fields(o: CompletionOutput) -> dict[str, Any]:
@@ -207,7 +214,7 @@ def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart)
     choice: dict[str, Any] = {"message": message_fields(o)} if request.chat else {"text": written}
     finish_reason = finish_reason_of(finish_reason, o.message is not None and bool(o.message.tool_calls))
     choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-    if prompt.plain_logprobs is not None:  # as vLLM has it
+    if prompt.plain_logprobs is not None and not request.chat:  # as vLLM has it: those of a chat are beside the choices
         choice["prompt_logprobs"] = prompt.plain_logprobs
     if request.return_token_ids:
         choice |= token_fields(o)
