@@ -18,7 +18,8 @@ from helpers.errors import refuses
 from helpers.families import CASES as FAMILY_CASES
 from helpers.families import make_folder, transformers
 from helpers.models import edit_config, load_gpt
-from helpers.quantized import CASES, E2M1, Stored, base_folder, gptq, quantized_folders
+from helpers.quantized import CASES, E2M1, Case, Stored, base_folder, gptq, group, quantized_folders
+from helpers.quantized import packed as packed_integers
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf, gguf_export, huggingface, packed
@@ -262,6 +263,42 @@ def test_native_computes_in_the_folders_own_bits(name: str, llama: Path, tmp_pat
     reference = logits(exact, engine="native", dtype="float32")
     assert 0 < np.abs(own - reference).max() < 0.2
     np.testing.assert_array_equal(logits(quantized, engine="native", dtype="float32"), reference)
+
+
+def small_scales(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+    """Give a group of some matrices a scale that is below the range of float16."""
+    stored, exact = packed_integers(dtype=torch.bfloat16)(w, rng)
+    if rng.random() < 0.5:
+        exact[0, :32] *= 2.0**-30 / stored[".weight_scale"][0, 0].item()
+        stored[".weight_scale"][0, 0] = 2.0**-30
+    return stored, exact
+
+
+def of_4_or_8_bits(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
+    return packed_integers(4 if rng.random() < 0.5 else 8)(w, rng)
+
+
+@pytest.mark.parametrize(
+    "pack, keep",
+    [(packed_integers(), "experts.1."), (small_scales, "none"), (of_4_or_8_bits, "none")],
+    ids=["an expert that is not quantized", "a small scale", "mixed precision"],
+)
+def test_experts_in_several_formats(pack: Any, keep: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a matrix have one format in engine native; the values that are read stay as they are."""
+    base = base_folder(tmp_path / "base", "MixtralConfig", num_local_experts=3)
+    config = group(4, format="mixed-precision")
+    config["config_groups"]["group_1"] = group(8)["config_groups"]["group_0"]
+    case = Case(config, pack, skipped=("lm_head", "gate.weight"))
+    quantized, exact = quantized_folders(base, tmp_path, case, lambda name: keep in name)
+    same_values(quantized, exact)
+    formats = {name: parts for name, parts in open_folder(quantized).block_formats.items() if "experts" in name}
+    assert {parts[0][0] for parts in formats.values()} >= {"q8_0"}
+    assert {(len(parts), parts[0][1]) for parts in formats.values()} == {(1, 3 * 96), (1, 3 * 64)}
+    assert "matrices that have experts in several formats: " in caplog.text
+    own = logits(quantized, engine="native")
+    packed.write_folder(open_folder(quantized), tmp_path / "packed", "float32", None, threads=1)
+    np.testing.assert_array_equal(logits(tmp_path / "packed"), own)
+    assert 0 < np.abs(own - logits(exact, engine="native", dtype="float32")).max() < 0.2
 
 
 def test_engines_in_pytorch_and_a_saved_folder_have_the_exact_values(llama: Path, tmp_path: Path) -> None:

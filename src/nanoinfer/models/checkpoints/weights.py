@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -20,6 +21,8 @@ from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 from nanoinfer.utils.files import escaped
+
+log = logging.getLogger("nanoinfer")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def check(
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: found for name, found in formats.items() if found is not None}
-    blocks = _with_shared_inputs(blocks, config)
+    blocks = _with_shared_inputs(_in_one_format(blocks, tensors, source), config)
     return Weights(config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks)
 
 
@@ -207,6 +210,22 @@ def _of_experts(tensor: StoredTensor, num_experts: int, count: int, alternating:
     if tensor.shape[-1] % count or not (is_matrix or (len(tensor.shape) == 2 and type(tensor) is StoredTensor)):
         return []
     return [part for one in tensor.each() for part in (one.t() if is_matrix else one).alternate(count)]
+
+
+def _in_one_format(formats: Mapping[str, BlockFormats], tensors: Tensors, source: str) -> dict[str, BlockFormats]:
+    """Return the formats with Q8_0 for stacks of experts that are stored in several: engine `native` takes one."""
+    mixed = {
+        name: (("q8_0", tensors[name].shape[0]),)
+        for name in formats
+        if len({part.block_format for part in getattr(tensors[name], "parts", ())}) > 1
+        and not name.endswith("attn.c_attn.weight")  # whose projections may differ
+    }
+    if mixed:
+        log.warning(
+            "%s: matrices that have experts in several formats: %d, such as %s: engine native rounds them to Q8_0",
+            source, len(mixed), next(iter(mixed)),
+        )  # fmt: skip
+    return dict(formats) | mixed
 
 
 def _with_shared_inputs(formats: Mapping[str, BlockFormats], config: ModelConfig) -> dict[str, BlockFormats]:
