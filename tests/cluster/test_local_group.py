@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
 from helpers.asgi import until
 from nanoinfer import NanoinferError
-from nanoinfer.cluster import local
+from nanoinfer.cluster import local, serve
 from nanoinfer.cluster.config import ClusterConfig
-from nanoinfer.cluster.host import HostSpec
+from nanoinfer.cluster.host import HostSpec, _Replicas
 from nanoinfer.cluster.local import LocalGroup
 from nanoinfer.config import LLMConfig
 from nanoinfer.openai_protocol import FieldError
@@ -62,13 +63,13 @@ class Hosts(list[Host]):
             self.group.join(replica(spec.generation))
         return host
 
-    async def load(self, number: int, error: str | None = None) -> None:
+    async def load(self, number: int, error: Exception | None = None) -> None:
         """Let a host load its model, or fail."""
         await until(lambda: len(self) > number)
         if error is None:
             self[number].loaded.set_result(None)
         else:
-            self[number].loaded.set_exception(NanoinferError(error))
+            self[number].loaded.set_exception(error)
 
 
 async def ready(group: LocalGroup) -> None:
@@ -105,7 +106,7 @@ def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyP
         hosts, logged = Hosts(monkeypatch), []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
         await leaves_while_it_is_loaded(hosts, 0)
-        await hosts.load(0, "no such file")
+        await hosts.load(0, NanoinferError("no such file"))
         await until(lambda: hosts.group._starting is None or hosts.group._starting.done())
         asking = asyncio.create_task(ready(hosts.group))
         await hosts.load(1)
@@ -140,7 +141,8 @@ def test_a_model_is_not_unloaded_while_it_is_reloaded(monkeypatch: pytest.Monkey
     run(main())
 
 
-def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [NanoinferError("no such file"), OSError("too many open files")])
+def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch, idle_unload=0.05)
         group = hosts.group
@@ -148,8 +150,8 @@ def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPat
         await hosts.load(0)
         await starting
         reloading = asyncio.create_task(group.reload())
-        await hosts.load(1, "no such file")
-        with pytest.raises(NanoinferError, match="no such file"):
+        await hosts.load(1, error)
+        with pytest.raises(type(error), match=str(error)):
             await reloading
         assert not hosts[0].has_ended
         await until(lambda: hosts[0].has_ended)  # and it is still unloaded when it is idle
@@ -192,7 +194,7 @@ def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypat
         for _ in range(10):
             await asyncio.sleep(0)
         hosts[0].has_exited.set()
-        await hosts.load(1, "no such file")
+        await hosts.load(1, NanoinferError("no such file"))
         with pytest.raises(FieldError, match="no such file"):
             await asking
         await group.stop()
@@ -214,5 +216,85 @@ def test_a_host_that_ends_before_its_replicas_have_joined(monkeypatch: pytest.Mo
         await hosts.load(1)
         await asking
         await hosts.group.stop()
+
+    run(main())
+
+
+def test_a_request_waits_while_hosts_are_killed_that_load_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(local, "_RESTART_SEC", 0.0)
+        hosts = Hosts(monkeypatch, idle_unload=0.01)
+        group, killed = hosts.group, local._HostEnded("m: the process that loads it has ended")
+        starting = asyncio.create_task(group.start())
+        await hosts.load(0)
+        await starting
+        await until(lambda: hosts[0].has_ended)
+        for last in (None, killed):
+            asking, first = asyncio.create_task(ready(group)), len(hosts)
+            await hosts.load(first, killed)
+            await hosts.load(first + 1, killed)
+            await hosts.load(first + 2, last)
+            if last is None:
+                await asking
+                await until(lambda: hosts[-1].has_ended)
+            else:
+                with pytest.raises(FieldError, match="the process that loads it has ended"):
+                    await asking
+        await group.stop()
+
+    run(main())
+
+
+def test_a_host_that_cannot_be_started_is_an_error_that_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*command: str, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+        group = LocalGroup(0, LLMConfig(model="m"), ServerConfig(), ClusterConfig(), "")
+        with pytest.raises(NanoinferError, match="m: no process can be started that loads it: Resource temporarily"):
+            await group.start()
+
+    run(main())
+
+
+def test_a_replica_that_cannot_be_forked_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    spec = HostSpec(LLMConfig(model="m"), ServerConfig(), "", 0, 1, [[]])
+    replicas = _Replicas(SimpleNamespace(model_name="m"), spec)  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "fork", refuse)
+    for delay in (1.0, 2.0, 4.0):
+        replicas._start(0)
+        assert (replicas._delays, replicas._running) == ({0: delay}, {})
+    assert replicas._due[0] > 0.0
+
+
+def test_signals_during_a_reload_are_one_more_reload() -> None:
+    async def main() -> None:
+        requested, loads = asyncio.Event(), []
+
+        class Model:
+            model = "m"
+
+            async def reload(self) -> None:
+                loads.append(loaded := asyncio.get_running_loop().create_future())
+                await loaded
+
+        reloading = asyncio.create_task(serve.reload([Model()], requested))  # type: ignore[list-item]
+        requested.set()
+        await until(lambda: len(loads) == 1)
+        for _ in range(24):
+            requested.set()
+        loads[0].set_exception(OSError("no descriptor"))
+        await until(lambda: len(loads) == 2)
+        loads[1].set_result(None)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (len(loads), reloading.done()) == (2, False)
+        requested.set()
+        await until(lambda: len(loads) == 3)
+        reloading.cancel()
 
     run(main())

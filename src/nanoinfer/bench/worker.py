@@ -15,11 +15,9 @@ stderr.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,7 @@ from nanoinfer.bench.backends import open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
-
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when the one that started it ends
+from nanoinfer.utils.processes import end_with_parent
 
 
 class Worker:
@@ -88,8 +85,7 @@ def peak_memory(device: str) -> int | None:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker()

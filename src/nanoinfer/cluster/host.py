@@ -34,6 +34,8 @@ from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.server.access_log import configure_logging
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.utils.files import reason
+from nanoinfer.utils.processes import end_with_parent
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -128,11 +130,16 @@ class _Replicas:
         self._end()
 
     def _start(self, number: int) -> None:
-        del self._due[number]
-        pid = os.fork()
+        host = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as e:  # no process or memory is to be had
+            self._plan(number, f"cannot be started: {reason(e)}", short=True)
+            return
         if pid == 0:
             code = 1
             try:
+                end_with_parent(host)
                 self._become_replica(number)
                 code = 0
             except BaseException as e:
@@ -141,6 +148,7 @@ class _Replicas:
                 )
             finally:
                 os._exit(code)
+        del self._due[number]
         self._running[pid] = number, time.monotonic()
 
     def _become_replica(self, number: int) -> None:
@@ -163,13 +171,14 @@ class _Replicas:
                 break
             number, began = self._running.pop(pid)
             how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
-            short = time.monotonic() - began < SHORT_LIFE_SEC
-            self._delays[number] = min(MAX_DELAY_SEC, 2 * self._delays[number] or 1.0) if short else 0.0
-            self._due[number] = time.monotonic() + self._delays[number]
-            again = f"in {self._delays[number]:g} s" if short else "at once"
-            log.warning(
-                "replica %d of %s has ended (%s): it is started again %s", number, self._llm.model_name, how, again
-            )
+            self._plan(number, f"has ended ({how})", short=time.monotonic() - began < SHORT_LIFE_SEC)
+
+    def _plan(self, number: int, what: str, short: bool) -> None:
+        """Plan the next start of a replica: after a delay if the last one was short."""
+        self._delays[number] = min(MAX_DELAY_SEC, 2 * self._delays[number] or 1.0) if short else 0.0
+        self._due[number] = time.monotonic() + self._delays[number]
+        again = f"in {self._delays[number]:g} s" if short else "at once"
+        log.warning("replica %d of %s %s: it is started again %s", number, self._llm.model_name, what, again)
 
     def _end(self) -> None:
         """Wait for the replicas, whose connections the front has ended; end those that do not end."""

@@ -23,6 +23,7 @@ from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.utils.environment import num_cpus
+from nanoinfer.utils.files import reason
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -31,6 +32,12 @@ NODES = Path("/sys/devices/system/node")
 _STOP_SEC = 10.0
 _RESTART_SEC = 1.0
 _POLL_SEC = 0.1
+_LOADS = 3
+"""Attempts to load a model again if its host is killed meanwhile: one that never fits must not be loaded for ever."""
+
+
+class _HostEnded(NanoinferError):
+    """A host has ended before its replicas were ready: it was killed, and loading may succeed later."""
 
 
 class _Host:
@@ -42,20 +49,25 @@ class _Host:
     @classmethod
     async def start(cls, spec: HostSpec) -> _Host:
         """Start it, and return when the model is loaded. Raises NanoinferError if it cannot be loaded."""
-        process = await asyncio.create_subprocess_exec(
-            *HOST_COMMAND,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the front, which ends the host
-        )  # fmt: skip
+        model = printable(spec.config.model)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *HOST_COMMAND,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the front, which ends the host
+            )  # fmt: skip
+        except OSError as e:  # no descriptor, process or memory is to be had
+            raise NanoinferError(f"{model}: no process can be started that loads it: {reason(e)}") from None
         host = cls(process)
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(pickle.dumps(spec))
             line = await process.stdout.readline()
-            found = json.loads(line) if line else {"error": "the process that loads it has ended"}
-            if "error" in found:
-                raise NanoinferError(f"{printable(spec.config.model)}: {found['error']}")
+            if not line:
+                raise _HostEnded(f"{model}: the process that loads it has ended")
+            if "error" in (report := json.loads(line)):
+                raise NanoinferError(f"{model}: {report['error']}")
         except BaseException:
             await host.end()
             raise
@@ -119,7 +131,7 @@ class LocalGroup(Group):
         if self._host is not None:
             return
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(self._start())
+            self._starting = asyncio.create_task(self._load())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # if all waiters left
         await asyncio.shield(self._starting)
 
@@ -142,7 +154,7 @@ class LocalGroup(Group):
         self._watching.cancel()  # it would unload an idle model, or load it a second time, while it is loaded here
         try:
             await self._start()
-        except NanoinferError:
+        except Exception:
             self._watching = asyncio.create_task(self._watch(host))
             raise
         old = [remote for remote in self.replicas if not self._is_new(remote)]
@@ -159,13 +171,25 @@ class LocalGroup(Group):
                     await task
         await self._unload()
 
+    async def _load(self) -> None:
+        """Start the replicas; again if their host is killed meanwhile, unless it is the first one of the server."""
+        is_first = self._spec.generation == 0
+        for remaining in reversed(range(_LOADS)):
+            try:
+                return await self._start()
+            except _HostEnded as e:
+                if is_first or not remaining:
+                    raise
+                log.error("%s: it is loaded again", e)
+                await asyncio.sleep(_RESTART_SEC)
+
     async def _start(self) -> None:
         spec = self._spec = replace(self._spec, generation=self._spec.generation + 1)
         host = await _Host.start(spec)
         try:
             while len(self._of(spec)) < len(spec.cores):
                 if host.process.returncode is not None:
-                    raise NanoinferError(
+                    raise _HostEnded(
                         f"{printable(self.model)}: its process has ended (code {host.process.returncode}) before its"
                         " replicas were ready"
                     )

@@ -20,7 +20,7 @@ from nanoinfer.cluster.group import Group
 from nanoinfer.cluster.local import LocalGroup, plan_cores
 from nanoinfer.cluster.remote import Remotes
 from nanoinfer.config import LLMConfig
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, one_line, printable
 from nanoinfer.server.access_log import AccessLog
 from nanoinfer.server.app import guarded
 from nanoinfer.server.config import ServerConfig
@@ -105,14 +105,14 @@ async def _serve(
     config = with_max_connections(server)
     loop, remotes = asyncio.get_running_loop(), Remotes(groups)
     make = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
-    reloads: list[asyncio.Task[None]] = []  # the event loop keeps no reference
+    requested = asyncio.Event()
+    reloading = asyncio.create_task(reload(groups, requested))
     listener = await make(remotes.connection, sock=listening)
     try:
         for group in groups:  # one after the other: loading takes all cores and much memory
             await group.start()
         _check_names(groups)
-        lock = asyncio.Lock()
-        loop.add_signal_handler(signal.SIGHUP, lambda: reloads.append(asyncio.create_task(_reload(groups, lock))))
+        loop.add_signal_handler(signal.SIGHUP, requested.set)
         front = Front(groups)
         app = guarded(BoundRequests(front, config), config, front.metrics.responded, access_log)
         num_replicas = sum(len(group.replicas) for group in groups)
@@ -120,21 +120,21 @@ async def _serve(
         about = f"model{'s' if len(groups) > 1 else ''}: {names}; replicas: {num_replicas}"
         await listen(app, config, bound, about)
     finally:
-        for task in reloads:
-            task.cancel()
+        reloading.cancel()
         listener.close()
         await asyncio.gather(*(group.stop() for group in groups))
 
 
-async def _reload(groups: Sequence[Group], lock: asyncio.Lock) -> None:
-    """Load all models again, after SIGHUP; one reload after the other."""
-    async with lock:
+async def reload(groups: Sequence[Group], requested: asyncio.Event) -> None:
+    """Load all models again whenever it is requested (SIGHUP); requests during a reload are one more reload."""
+    while await requested.wait():
+        requested.clear()
         for group in groups:
             try:
                 await group.reload()
                 log.warning("%s was loaded again", group.model)
-            except NanoinferError as e:
-                log.error("%s: the replicas that run are kept", e)
+            except Exception as e:
+                log.error("%s: the replicas that run are kept", one_line(e), exc_info=not isinstance(e, NanoinferError))
 
 
 def _check_names(groups: Sequence[Group]) -> None:

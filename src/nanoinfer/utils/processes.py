@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from weakref import ref
 EXIT_WAIT_SEC = 30.0
 """Longest time that the exit handler waits for running steps, in seconds."""
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when the one that started it ends
 _locks: list[ref[threading.Lock]] = []
 _generation = 0
 _is_exiting = False
@@ -78,6 +80,20 @@ def trim_memory() -> None:
 
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the operating system kill this process when the one that started it ends. Has an effect on Linux.
+
+    Args:
+        parent: process id of that process, if it may have ended already: this process then exits now.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
 
 
 def _after_fork_in_child() -> None:
