@@ -356,7 +356,7 @@ def test_openai_errors_name_the_field(run: Run) -> None:
         error = record["response"]["body"]["error"]
         assert message in error["message"]
         assert error["message"].startswith(f"line {i}: ")
-        code = "context_length_exceeded" if "the maximum context length is 32 tokens" in message else None
+        code = "context_length_exceeded" if "the maximum context length is 32 tokens" in error["message"] else None
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
 
 
