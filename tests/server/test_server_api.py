@@ -453,6 +453,24 @@ def test_a_chat_without_max_tokens_ends_at_the_context_length(chat: Client) -> N
     assert body["choices"][0]["finish_reason"] == "length"
 
 
+OFF: dict[str, Any] = {
+    "prediction": None, "prompt_cache_retention": "24h", "stop": "", "cache_prompt": True, "keep_alive": "5m",
+    "seed": -1,
+}  # fmt: skip
+"""Fields of other servers whose values mean "off", or only inform."""
+
+
+def test_fields_that_only_inform_are_accepted(client: Client, chat: Client) -> None:
+    given: dict[str, Any] = {"prompt": "To be", "temperature": 0, "max_tokens": 5}
+    assert client.post(COMPLETIONS, **given, **OFF)["choices"] == client.post(COMPLETIONS, **given)["choices"]
+    sampled = {**given, "temperature": 1, "max_tokens": 16}
+    drawn = [client.post(COMPLETIONS, **sampled, seed=seed)["choices"] for seed in (-7, 2**64 - 7, -8, -1, -1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[3] != drawn[4]
+    given = {"messages": HI, "temperature": 0, "max_tokens": 5}
+    assert chat.post(CHAT, **given, **OFF, verbosity="low")["choices"] == chat.post(CHAT, **given)["choices"]
+
+
 def test_options_of_the_template(chat: Client) -> None:
     messages = [*HI, {"role": "assistant", "content": "He"}]
     params = SamplingParams(max_tokens=6, seed=1)
@@ -514,6 +532,10 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "priority": 2**40}, 400, "priority", "priority="),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens", "max_tokens=2.5 is not an integer"),
     (COMPLETIONS, {"prompt": "a", "seed": 1e300}, 400, "seed", "seed=1"),
+    (COMPLETIONS, {"prompt": "a", "seed": -(2**63) - 1}, 400, "seed", "seed=-9223372036854775809"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "stop", "stop=''"),
+    (CHAT, {"messages": HI, "verbosity": "loud"}, 400, "verbosity", "verbosity='loud' is not supported"),
+    (CHAT, {"messages": HI, "prediction": {"type": "content"}}, 400, "prediction", "'prediction' is not supported"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "cache_salt=''"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream=true"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "x=1"),

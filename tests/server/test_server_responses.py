@@ -390,6 +390,12 @@ def test_values_of_any_type_are_answered(client: Client) -> None:
     assert client.async_llm.num_unfinished_requests == 0
 
 
+def test_fields_that_only_inform_are_accepted(client: Client) -> None:
+    plain = {"input": "Hi", "temperature": 0, "max_output_tokens": 5}
+    made = client.post(RESPONSES, **plain, cache_prompt=True, keep_alive=5, seed=-1, stop="")
+    assert without_ids(made["output"]) == without_ids(client.post(RESPONSES, **plain)["output"])
+
+
 def test_null_is_the_default(client: Client) -> None:
     body = {"input": "Hi", **SAMPLED}
     made = client.post(RESPONSES, **{**dict.fromkeys([*TABLES[RESPONSES], *SAMPLING_OF[RESPONSES]]), **body})

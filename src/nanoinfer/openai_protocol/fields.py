@@ -96,8 +96,20 @@ FIELDS: dict[str, Field] = {
     ),
     **{
         name: Field({}, "Accepted without effect.")
-        for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+        for name in (
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "cache_prompt",
+            "keep_alive",
+        )
     },
+    "verbosity": Field(_STRING, "Accepted without effect.", (CHAT,), ("low", "medium", "high")),
+    "seed": Field(_INT, "Seed of the random numbers; -1: a random one."),
     "suffix": Field(_STRING, "Not supported: the models here do not fill in.", (COMPLETIONS,), ("",)),
     "tools": Field(
         {
@@ -113,8 +125,9 @@ FIELDS: dict[str, Field] = {
         (CHAT,),
     ),
     "tool_choice": Field(
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["function"]}]},
-        'Whether it calls one: none, auto (default), required, or {"type": "function", "function": {"name": ...}}.',
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["type"]}]},
+        'Whether it calls one: none, auto (default), required, {"type": "function", "function": {"name": ...}}, or of'
+        ' some tools {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}.',
         (CHAT,),
     ),
     "parallel_tool_calls": Field(_BOOL, "Whether an answer may have several calls (default: true).", (CHAT,)),
@@ -191,12 +204,12 @@ _RESPONSES: dict[str, Field] = {
         name: FIELDS[name]
         for name in (
             "model", "stream", "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls",
-            "enable_thinking", "thinking_token_budget",
+            "enable_thinking", "thinking_token_budget", "seed",
         )
     },
     **dict.fromkeys(
-        ("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-         "safety_identifier", "service_tier", "store", "user"), _IGNORED,
+        ("cache_prompt", "client_metadata", "keep_alive", "max_tool_calls", "prompt_cache_key", "prompt_cache_options",
+         "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"), _IGNORED,
     ),
     **dict.fromkeys(STORED, _STORED),
     "background": Field(_BOOL, _STORED.doc, neutral=(False,)),
@@ -244,8 +257,9 @@ _RESPONSES: dict[str, Field] = {
         FIELDS["tools"].doc,
     ),
     "tool_choice": Field(
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["name"]}]},
-        'Whether it calls one: none, auto (default), required, or {"type": "function", "name": ...}.',
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["type"]}]},
+        'Whether it calls one: none, auto (default), required, {"type": "function", "name": ...}, or of some of the'
+        ' tools {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}.',
     ),
     "truncation": Field(_STRING, "A conversation that is too long is an error.", neutral=("disabled",)),
 }  # fmt: skip

@@ -129,6 +129,8 @@ def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None)
 def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """Return sampling parameters with some fields replaced by JSON values. The keys of logit_bias may be strings.
 
+    As other servers have it, stop="" is no stop string, seed=-1 a random one, and other seeds may be negative.
+
     Raises:
         NanoinferError: a value is out of range.
     """
@@ -139,6 +141,10 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
             raise NanoinferError(f"{name}={show(given[name])} is not {what}")
     if (bias := given.get("logit_bias")) is not None:
         given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
+    if given.get("stop") == "":
+        given = {**given, "stop": ()}
+    if type(seed := given.get("seed")) is int and -(2**63) <= seed < 0:  # OpenAI's have 64 bits and a sign
+        given = {**given, "seed": None if seed == -1 else seed + 2**64}
     return replace(defaults, **given)
 
 
@@ -174,7 +180,35 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind, what in (("chat_template_kwargs", dict, "an object"), ("documents", list, "a list")):
         if not isinstance(found.get(name, kind()), kind):
             raise FieldError(f"{name}={show(found[name])} is not {what}", name)
-    return found
+    return found | _tool_choice(found.get("tool_choice"), found.get("tools"))
+
+
+def _tool_choice(choice: Any, tools: Any) -> dict[str, Any]:
+    """Return tools and tool_choice for the forms that `LLM.chat` does not have: {"type": "auto"}, and allowed_tools."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind in ("none", "auto", "required"):
+        return {"tool_choice": kind}
+    if kind != "allowed_tools":
+        return {}
+    allowed = choice.get(kind)
+    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list):
+        raise FieldError(
+            f"tool_choice={show(choice)} is not {{'type': 'allowed_tools', 'allowed_tools': {{'mode': 'auto' or"
+            " 'required', 'tools': [...]}}", "tool_choice",
+        )  # fmt: skip
+    names, given = [*map(_tool_name, named)], tools if isinstance(tools, list) else []
+    known = [*map(_tool_name, given)]
+    if unknown := [name for name in names if name not in known]:
+        raise FieldError(
+            f"tool_choice: {show(unknown[0])} is the name of none of the {len(given)} tools", "tool_choice"
+        )
+    return {"tools": [tool for tool, name in zip(given, known, strict=True) if name in names], "tool_choice": mode}
+
+
+def _tool_name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _stream_options(given: Any, stream: bool) -> dict[str, bool]:
