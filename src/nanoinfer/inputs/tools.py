@@ -109,7 +109,8 @@ def _check(tool: Tool) -> int:
         raise NanoinferError(f"description={show(tool.description)} is not a string")
     require_bool("strict", tool.strict)
     schema = tool.parameters
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+    kinds = schema.get("type") if isinstance(schema, Mapping) else ()
+    if not (kinds is None or kinds == "object" or (is_list(kinds) and "object" in kinds)):
         raise NanoinferError(
             f"parameters={show(schema)} is not the JSON schema of an object: use {{'type': 'object', ...}}"
         )

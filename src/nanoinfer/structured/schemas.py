@@ -13,6 +13,8 @@ result permits also matches the schema as it was given, and what was satisfiable
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -90,6 +92,19 @@ def check_types(schema: Schema) -> None:
                 value = schema[key] = int(value)
             if key in schema and not is_valid(value):
                 raise NanoinferError(f"parameters: {key}={show(value)} is not {what}: correct the schema")
+
+
+def gather(root: Schema) -> None:
+    """Copy what is referred to outside $defs and definitions to $defs, in place, and refer to the copies."""
+    moved: dict[str, tuple[str, Schema]] = {}
+    for schema in reachable(root, [root]):
+        reference = str(schema.get("$ref"))
+        if (found := target(root, reference)) is not None and not re.match(r"#/(\$defs|definitions)/", reference):
+            name, _ = moved.setdefault(reference, (f"moved.{len(moved)}", found))
+            schema["$ref"] = f"#/$defs/{name}"
+    without = {name: {k: v for k, v in s.items() if k not in ("$defs", "definitions")} for name, s in moved.values()}
+    if moved:
+        root["$defs"] = {**json.loads(json.dumps(without)), **root.get("$defs", {})}
 
 
 def reachable(root: Schema, found: list[Any]) -> list[Schema]:

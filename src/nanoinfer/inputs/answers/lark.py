@@ -26,13 +26,16 @@ _COMPOSED = (
     "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties",
 )  # fmt: skip
 _ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
+MAX_LINKS = 8
+"""References from one to the next that lead from the schema to that of its object."""
 _BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
 _TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
-_OUTSIDE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 
 
 def own(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without annotations, with its objects closed.
+    """Return a copy of the schema of arguments without annotations, as one of an object, with its objects closed.
+
+    What it refers to is in its $defs.
 
     Raises NanoinferError as `schemas.check` and `schemas.check_types`.
     """
@@ -41,6 +44,12 @@ def own(schema: Mapping[str, Any]) -> dict[str, Any]:
         schemas.check_types(part)
         for key in ANNOTATIONS:
             part.pop(key, None)
+    schemas.gather(copy)
+    for _ in range(MAX_LINKS):
+        root = schemas.target(copy, copy.get("$ref"))
+        if root is not None and not root.keys() & copy.keys() - {"type", "$ref"}:
+            copy = {**root, **{key: value for key, value in copy.items() if key != "$ref"}}
+    copy["type"] = "object"
     schemas.close(copy)
     schemas.check(copy)
     return copy
@@ -141,10 +150,8 @@ class Arguments:
             raise NanoinferError(
                 f"parameters have {composed[0]}, which calls of this model cannot express: use properties"
             )
-        if _OUTSIDE.search(json.dumps(schema)):
-            raise NanoinferError("parameters have a $ref to something else than $defs: move it there")
         if notation == "python":
-            return self._sequence(schema, ", ", "=", self._leaf) or '""'
+            return self._members(schema, ", ", "=", self._leaf)
         return self._tagged(schema)
 
     def _leaf(self, schema: Any) -> str:
@@ -152,8 +159,11 @@ class Arguments:
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return self._lark.json({**schema, **definitions} if isinstance(schema, dict) else schema)
 
-    def _sequence(self, schema: dict[str, Any], separator: str, colon: str, value: Callable[[Any], str]) -> str:
-        """Return the members of an object in order, with a separator between those that are there."""
+    def _members(self, schema: dict[str, Any], separator: str, colon: str, value: Callable[[Any], str]) -> str:
+        """Return the members of an object in order, with a separator between those that are there; else any members."""
+        if not schema.get("properties") and schema.get("additionalProperties") is not False:
+            made = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "{colon}" {value({})}'
+            return f'({made} ("{separator}" {made})*)?'
         rest = first = ""
         for key, part, needed in reversed(_members(schema, _BARE_KEY)):
             made = f"{self._lark.literal(key + colon)} {value(part)}"
@@ -162,7 +172,7 @@ class Arguments:
                 self._lark.rule(f"{made} {rest}" if needed else f"{made} {rest} | {first or chr(34) * 2}"),
                 self._lark.rule(f"{more} {rest}" if needed else f"({more})? {rest}"),
             )
-        return first
+        return first or '""'
 
     def _tagged(self, schema: dict[str, Any]) -> str:
         """Return the arguments of notation "tagged"."""
@@ -230,11 +240,7 @@ class Arguments:
             items = f"{item} {more}" if high != 0 else '""'
             return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
         if kind == "object" or (kind is None and "properties" in schema):
-            members = self._sequence(schema, ",", ":", self._gemma)
-            if not schema.get("properties") and schema.get("additionalProperties") is not False:
-                member = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ":" {self._gemma({})}'
-                members = f'({member} ("," {member})*)?'
-            return self._lark.rule(f'"{{" {members} "}}"')
+            return self._lark.rule(f'"{{" {self._members(schema, ",", ":", self._gemma)} "}}"')
         return self._leaf(schema) if kind else self._gemma({})
 
     def _named(self, reference: str, schema: Any) -> str:
