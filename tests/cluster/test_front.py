@@ -425,7 +425,9 @@ def test_other_methods_than_get_are_the_replicas_to_refuse(tmp_path: Path, path:
 
 
 def _metrics(count: int, usage: float, model: str = "a", until: asyncio.Event | None = None) -> ASGIApp:
-    text = f"""# TYPE nanoinfer:generation_tokens_total counter
+    text = f"""# HELP nanoinfer:http_responses_total Responses.
+# TYPE nanoinfer:http_responses_total counter
+# TYPE nanoinfer:generation_tokens_total counter
 nanoinfer:generation_tokens_total{{model_name="{model}"}} {count}
 # TYPE nanoinfer:kv_cache_usage_perc gauge
 nanoinfer:kv_cache_usage_perc{{model_name="{model}"}} {usage}
@@ -465,6 +467,9 @@ def test_metrics_are_summed_and_by_replica(tmp_path: Path) -> None:
             assert 'nanoinfer:generation_tokens_total{model_name="a"} 12.0' in lines  # counters do not go back
             assert 'nanoinfer:kv_cache_usage_perc{model_name="a"} 0.25' in lines
             assert not any('replica="0"' in line for line in lines)
+            declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+            assert sorted(set(declared)) == sorted(declared)  # twice is an error of Go's parser
+            assert "nanoinfer:http_responses_total" in declared
 
     run(main())
 

@@ -262,6 +262,16 @@ def test_what_is_not_http_gets_400(sent: bytes) -> None:
         assert closed(client) < SOON
 
 
+def test_content_length_beside_transfer_encoding_gets_400_and_ends_the_connection() -> None:
+    smuggled = b"4\r\nbody\r\n0\r\n\r\n" + HEAD + b"\r\n"
+    with serving() as served, served.connect() as client:
+        client.sendall(HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n" + smuggled)
+        status, body = response(client)
+        assert (status, "send one of them" in json.loads(body)["error"]["message"]) == (400, True)
+        assert closed(client) < SOON
+        assert served.events == []
+
+
 def test_a_malformed_second_request_ends_the_connection_alone() -> None:
     with serving() as served, served.connect() as other, served.connect() as client:
         other.sendall(HEAD.replace(b"/ ", b"/sleep ", 1) + b"\r\n")

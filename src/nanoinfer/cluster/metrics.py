@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _MEANS = (PREFIX + "kv_cache_usage_perc",)
 """Gauges of which the replicas' mean is shown."""
 _NOT_SUMMED = "_created"
+_OF_FRONT = (PREFIX + "http_responses",)
+"""Metrics that the front counts itself: replicas declare them, without samples, and a name must not come twice."""
 REPLICA_SEC = 2.0
 """How long the metrics wait for a replica; what one that hangs had counted before is shown."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -108,7 +110,7 @@ class _Merged(Collector):
                 continue
             found: dict[str, Samples] = {}
             for family in text_string_to_metric_families(text):
-                if family.name.endswith(_NOT_SUMMED):
+                if family.name.endswith(_NOT_SUMMED) or family.name in _OF_FRONT:
                     continue
                 self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 found[family.name] = {(s.name, tuple(s.labels.items())): s.value for s in family.samples}

@@ -152,7 +152,7 @@ class ChatFormatter:
         if (found := self._formats.get(template.source)) is None:
             ends = [self.decode([token]) for token in self._model.end_token_ids]
             found = detect(template, ends, self.special_tokens)
-            log.info("answers of the chat template: %s", found)
+            log.debug("answers of the chat template: %s", found)
             kept = list(self._formats.items())[1 - _MAX_FORMATS :]
             self._formats = {**dict(kept), template.source: found}  # no lock: an interrupt could leave it held
         return found

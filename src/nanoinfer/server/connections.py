@@ -119,6 +119,10 @@ class _BoundedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # A proxy may read the other of the two, and see another end of the body than h11.
+            message = "the request has Content-Length and Transfer-Encoding: send one of them"
+            return await Refusal(400, message, headers=(("connection", "close"),)).send(send, scope)
         if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             scope["extensions"] = {**scope.get("extensions", {}), CONNECTION: ChunkedConnection(self)}
         await self._application(scope, receive, send)
