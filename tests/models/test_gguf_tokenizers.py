@@ -22,7 +22,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from helpers.families import make_folder as make_family  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.models import tokenizers  # noqa: E402
-from nanoinfer.models.checkpoints import gguf_tokenizer  # noqa: E402
+from nanoinfer.models.checkpoints import gguf_splits, gguf_tokenizer  # noqa: E402
 from nanoinfer.models.checkpoints.gguf_file import read_gguf  # noqa: E402
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer  # noqa: E402
 from nanoinfer.models.tokenizers import ByteLevelTokenizer, GenericTokenizer, decode  # noqa: E402
@@ -92,7 +92,7 @@ PRE: dict[str, Any] = {
 @pytest.mark.parametrize("name", PRE)
 def test_byte_level_tokenizers_equal_the_models_own(name: str, tmp_path: Path) -> None:
     core = train_byte_level(PRE[name], ignore_merges=name == "llama-bpe")
-    if name == "qwen2":
+    if name in ("qwen2", "olmo"):
         core.normalizer = normalizers.NFC()
     ours = read(metadata_of(core, pre=name, add_bos_token=False), tmp_path)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core)
@@ -104,11 +104,61 @@ def test_byte_level_tokenizers_equal_the_models_own(name: str, tmp_path: Path) -
     assert ours.bos_token_id is None
 
 
-def test_the_default_splits_as_llama_cpp_does(tmp_path: Path) -> None:
-    ours = read(metadata_of(train_byte_level(PRE["gpt-2"]), pre=None), tmp_path)
-    assert isinstance(ours, ByteLevelTokenizer)
-    pieces = [piece for piece, _ in ours.core.pre_tokenizer.pre_tokenize_str("a  12345, x<=y don't")]
-    assert pieces == ["a", "Ġ", "Ġ", "123", "45", ",", "Ġx", "<=", "y", "Ġdon", "'", "t"]
+# The first name of each way of splitting, and its pieces of a text, by the patterns in llama.cpp's source.
+PIECES = {
+    "gpt-2 olmo": "fooBar| 67|'|Ta| I|'|LL| 12345| | 7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "smollm command-r": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "llama-bpe smaug-bpe glm4": "fooBar| |67|'T|a| I|'LL| |123|45| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "minicpm5": "fooBar| |67|'T|a| I|'LL| |123|45|  |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "jais-2": "fooBar| |67|'T|a| I|'LL| |123|45| | |7|q|\u0301x|  | | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "qwen2 grok-2": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "qwen35": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "ufakzeka": "fooBar| |6|7|'Ta| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "laguna seed-coder": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//|\n|/|\n|\u4e2dz|,\u3042",
+    "exaone-moe": "fooBar| |6|7|'T|a I|'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "deepseek-v3": "fooBar| |67|'Ta| I|'LL| |123|45|  |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,|\u3042",
+    "spark2_5": "fooBar| |6|7|'Ta| I|'LL| |1|2|3|4|5|  |7|q\u0301x|   | a|+//|\n|/|\n|\u4e2d|z|,|\u3042",
+    "afmoe": "fooBar| |67|'Ta| I|'LL| |12|345|  |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,|\u3042",
+    "deepseek-llm": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2d|z|,|\u3042",
+    "deepseek-coder": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+|//|\n|/|\n|\u4e2d|z|,|\u3042",
+    "gpt-4o llama4": "foo|Bar| |67|'Ta| I'LL| |123|45| | |7|q\u0301x|   | a|+//\n/\n|\u4e2dz|,\u3042",
+    "tekken": "foo|Bar| |6|7|'Ta| I|'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n/\n|\u4e2dz|,\u3042",
+    "tiny_aya": "foo|Bar| |67|'Ta| I'LL| |12|345| | |7|q\u0301x|   | a|+//\n/\n|\u4e2dz|,\u3042",
+    "kimi-k2": "foo|Bar| |67|'Ta| I'LL| |123|45| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,\u3042",
+    "youtu": "foo|Bar| |6|7|'Ta| I'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n/\n|\u4e2d|z|,|\u3042",
+    "superbpe": "fooBar |67|'Ta I'LL |12|345|  |7|q\u0301x    a+//\n/\n\u4e2dz,\u3042",
+    "falcon": "fooBar| 67|'|Ta| I|'|LL| |123|45| | 7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "chameleon": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|    |a|+|/|/|\n|/|\n|\u4e2dz|,|\u3042",
+    "bloom": "fooBar| 67'Ta| I'LL| 12345| | 7q\u0301x|   | a+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "viking": "fooBar| |6|7|'Ta| I'LL| |1|2|3|4|5| | |7|q\u0301x|   | a+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "default": "fooBar| |67|'|Ta| I|'|LL| |123|45| | |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
+}
+
+
+@pytest.mark.parametrize("names", PIECES)
+def test_each_way_of_splitting_has_its_pieces(names: str, tmp_path: Path) -> None:
+    text = PIECES[names].replace("|", "")
+    core = train_byte_level(PRE["gpt-2"])
+    for name in names.split():
+        ours = read(metadata_of(core, pre=None if name == "default" else name), tmp_path)
+        assert isinstance(ours, ByteLevelTokenizer)
+        spans = [span for _, span in ours.core.pre_tokenizer.pre_tokenize_str(text)]
+        assert "|".join(text[a:b] for a, b in spans) == PIECES[names], name
+
+
+def test_each_name_of_a_decoder_has_a_way_of_splitting() -> None:
+    assert {name for names in PIECES for name in names.split()} == {names.split()[0] for names, _ in gguf_splits._ROWS}
+    flags = {n: (s.add_bos, s.whole_words, s.compose) for n, s in gguf_splits.SPLITS.items()}
+    start = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken chameleon"
+    whole = "glm4 glm5 minicpm5 llama4 kimi-k2 youtu"
+    composed = (
+        "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo f2llmv2 qwen35 command-r tiny_aya cohere2moe olmo mpt"
+    )
+    assert {name for name, flag in flags.items() if flag[0]} == set(start.split())
+    assert {name for name, flag in flags.items() if flag[1]} == {*start.split(), *whole.split()} - {"chameleon"}
+    assert {name for name, flag in flags.items() if flag[2]} == set(composed.split())
+    others = "starcoder refact exaone4 phi-2 trillion a.x-4.0 joyai-llm hunyuan-dense kanana2 minimax-m2 bailingmoe2"
+    assert flags.keys() >= set(others.split())
 
 
 def sentencepiece(tmp_path: Path, **extra: Any) -> tuple[Any, dict[str, Any]]:
@@ -170,6 +220,14 @@ def test_the_tokenizer_of_gemma4_is_sentencepiece_with_merges(tmp_path: Path) ->
     for text in AWKWARD:
         assert ours.encode(text) == core.encode(text, add_special_tokens=False).ids, text
     assert ours.bos_token_id == 1
+    for kind, pre, asked, start in (
+        ("gemma4", None, False, 1),
+        ("gpt2", "gemma4", None, 1),
+        ("gpt2", "sarvam-moe", None, None),
+    ):
+        changed = {"model": kind, "pre": pre, "merges": merges, "add_bos_token": asked, "add_space_prefix": None}
+        other = read(sentencepiece(tmp_path, **changed)[1], tmp_path)
+        assert (other.encode(TEXT), other.bos_token_id) == (ours.encode(TEXT), start)
 
 
 def test_streamed_text_has_whole_characters(tmp_path: Path) -> None:
@@ -198,10 +256,45 @@ def test_tokens_of_users_and_padding(tmp_path: Path) -> None:
     assert decode(ours, [added]) == "two words"
 
 
+# Tokens of a vocabulary, types and keys -> those that end a sequence, by llama.cpp's list.
+ENDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "names": (
+        "a </s> <eos_> <|im_end|> <end_of_turn> <|file_sep|> [EOS] b",
+        {},
+        "</s> <|im_end|> <end_of_turn> <|file_sep|> [EOS]",
+    ),
+    "keys": ("a b <|eot_id|> c d", {"eos_token_id": 3, "eot_token_id": 0, "fim_rep_token_id": 4}, "c a d <|eot_id|>"),
+    "gpt-oss": ("<|return|> <|end|> <|call|> <|endoftext|>", {"eos_token_id": 0}, "<|return|> <|call|> <|endoftext|>"),
+    "a key of gpt-oss": ("<|return|> <|end|> <|call|>", {"eot_token_id": 1}, "<|return|> <|call|>"),
+    "Solar Open": ("<|flush|> <|end|> <|calls|>", {}, "<|flush|> <|calls|>"),
+    "Phi-3": ("<|end|> <|call|>", {}, "<|end|> <|call|>"),
+    "Gemma": ("<eos> </s> <|tool_response> <turn|>", {}, "<eos> <|tool_response> <turn|>"),
+    "Qwen": ("</ s> </s> <|endoftext|>", {"merges": ["</ s>"]}, "<|endoftext|>"),
+    "its own </s>": ("</ s> </s> <eos>", {"merges": ["</ s>"], "eos_token_id": 2}, "</s> <eos>"),
+}
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+@pytest.mark.parametrize("name", ENDS)
+def test_sequences_end_where_llama_cpp_ends_them(name: str, kind: int) -> None:
+    """Whatever type the converter gave an end token, and it is one token in a prompt."""
+    (text, keys, expected), letters = ENDS[name], sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*text.split(), *(letter for letter in letters if letter not in text.split())]
+    kinds = np.ones(len(tokens), np.int32)
+    kinds[[i for i, token in enumerate(tokens) if token in gguf_tokenizer.TURN_ENDS]] = kind
+    found = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": []} | keys
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+    _, ends = gguf_tokenizer.end_tokens(metadata, len(tokens))
+    assert sorted(ends) == sorted(tokens.index(token) for token in expected.split())
+    if name != "keys" and "merges" not in keys and kind == 1:
+        ours, named = gguf_tokenizer.read_tokenizer(metadata, "a.gguf"), expected.split()
+        assert ours.encode("".join(named)) == [tokens.index(token) for token in named]
+
+
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tokenizer": ({"model": None}, ["no tokenizer", "tokenizer.ggml.model"]),
     "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama and gemma4"]),
-    "a split": ({"pre": "tekken"}, ["tokenizer.ggml.pre='tekken'", "smollm"]),
+    "a split": ({"pre": "jina-v2-es"}, ["tokenizer.ggml.pre='jina-v2-es'", "give tokenizer= a folder"]),
     "a split that is a number": ({"pre": 3}, ["tokenizer.ggml.pre=3"]),
     "no tokens": ({"tokens": []}, ["tokenizer.ggml.tokens"]),
     "tokens that are numbers": ({"tokens": np.zeros(4, np.int32)}, ["tokenizer.ggml.tokens"]),

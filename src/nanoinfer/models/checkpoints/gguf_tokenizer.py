@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata.
 
-Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split), `llama` (SentencePiece's
-BPE: scores instead of merges, and byte tokens for what the vocabulary lacks), and `gemma4`, the same with merges. Not
-covered: bert, t5, rwkv and others.
+Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split, gguf_splits.py), `llama`
+(SentencePiece's BPE: scores instead of merges, and byte tokens for what the vocabulary lacks), and `gemma4`, the same
+with merges. Not covered: bert, t5, rwkv and others.
 
 A SentencePiece vocabulary becomes a BPE with merges in the order of the scores, as in transformers'
 convert_slow_tokenizer.py (`generate_merges`, `LlamaConverter`).
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.gguf_splits import SPLITS
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.special_tokens import surround
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MERGES_PER_TOKEN
@@ -35,50 +36,19 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How text is split before BPE: each pattern splits the pieces of the one before."""
-
-    patterns: tuple[str, ...]
-    add_bos: bool = False
-    """Whether prompts begin with the start token if the file does not say it."""
-    whole_words: bool = False
-    """Whether a piece that is a token stays whole, even if merges do not lead to it."""
-    compose: bool = False
-    """Whether text is normalized to NFC."""
-
-
-SPLITS = {
-    "gpt-2": _Split((_GPT2,)),
-    "olmo": _Split((_GPT2,)),
-    "smollm": _Split((r"\p{N}", _GPT2)),
-    "llama-bpe": _Split((_LLAMA3,), add_bos=True, whole_words=True),
-    "smaug-bpe": _Split((_LLAMA3,)),
-    "dbrx": _Split((_LLAMA3,)),
-    "qwen2": _Split((_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),), compose=True),
-    "deepseek-v3": _Split((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
-    # What llama.cpp uses for files of before May 2024, which do not say how text is split.
-    "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-}
-"""By tokenizer.ggml.pre. Source: llama.cpp, src/llama-vocab.cpp, where each has the original pattern in a comment."""
-_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+WITHOUT_BYTES = ("gemma4", "sarvam-moe")
+"""Values of tokenizer.ggml.pre for which tokens are spelled in characters, as SentencePiece's."""
 
 TURN_ENDS = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
-    "<turn|>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    # padding, and the next file or repository, of code that is filled in
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
-"""Control tokens that end a sequence also in files that do not list them, as in llama.cpp."""
+"""Tokens that end a sequence, whatever their type, also in files that do not list them: llama.cpp, llama-vocab.cpp."""
+_KEYS_OF_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 """Special token -> its name in the keys of a file."""
@@ -121,11 +91,20 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if not isinstance(kind, str) or kind not in ("gpt2", "llama", "gemma4"):
             raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are")
         vocabulary = _read_vocabulary(metadata)
-        core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+        pre = metadata.get(f"{PREFIX}pre", "default")
+        if not isinstance(pre, str):
+            raise NanoinferError(f"{PREFIX}pre={show(pre)} is not a string")
+        if kind == "gpt2" and pre not in WITHOUT_BYTES:
+            core, add_bos = _byte_level(vocabulary, pre)
+        else:
+            core, add_bos = _sentencepiece(vocabulary, prefix=kind == "llama"), kind == "llama"
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
         first = last = None
-        if vocabulary.flag("add_bos_token", add_bos):
+        if vocabulary.flag("add_bos_token", add_bos) or "gemma4" in (
+            kind,
+            pre,
+        ):  # files of Gemma 4 say false by mistake
             if bos is None:
                 raise NanoinferError(f"{PREFIX}add_bos_token is true, but there is no {PREFIX}bos_token_id")
             first = vocabulary.tokens[bos], bos
@@ -164,18 +143,38 @@ def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
 def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """Return the start token and the tokens that end a sequence: of a document, of a turn, of a message.
 
+    Args:
+        metadata: of the file.
+        vocab_size: rows of the embedding; tokens without a row are left out.
+
     Raises:
         NanoinferError: an id is not in the vocabulary.
     """
-    found = []
-    for name in ("bos", "eos", "eot", "eom"):
-        if (value := metadata.get(f"{PREFIX}{name}_token_id")) is not None:
-            found.append((name, require_int(f"{PREFIX}{name}_token_id", value, 0, vocab_size - 1)))
-    tokens, kinds = metadata.get(f"{PREFIX}tokens"), metadata.get(f"{PREFIX}token_type")
-    ends = [token_id for name, token_id in found if name != "bos"]
-    if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(tokens) == len(kinds) <= vocab_size:
-        ends += [int(i) for i in np.flatnonzero(kinds == CONTROL) if tokens[i] in TURN_ENDS]
-    return dict(found).get("bos"), tuple(dict.fromkeys(ends))
+    tokens = metadata.get(f"{PREFIX}tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    found = {}
+    for name in ("bos", *_KEYS_OF_ENDS):
+        if (value := metadata.get(key := f"{PREFIX}{name}_token_id")) is not None:
+            found[name] = require_int(key, value, 0, max(vocab_size, len(tokens)) - 1)
+    bos = found.pop("bos", None)
+    names = _ends_by_name(metadata)
+    ends = dict.fromkeys([*found.values(), *(i for i, token in enumerate(tokens) if token in names)])
+    message = None if "<|end|>" in names or "<|end|>" not in tokens else tokens.index("<|end|>")
+    return bos, tuple(i for i in ends if i < vocab_size and i != message)
+
+
+def _ends_by_name(metadata: Mapping[str, Value]) -> set[str]:
+    """Return the tokens of `TURN_ENDS` that end a sequence beside the other tokens of a file.
+
+    As in llama.cpp, but that it ends at `</s>` of Qwen, which merges lead to, and of Gemma 1 to 3: there it is HTML.
+    """
+    tokens, merges = metadata.get(f"{PREFIX}tokens"), metadata.get(f"{PREFIX}merges")
+    names = set(TURN_ENDS.intersection(tokens)) if isinstance(tokens, list) else set()
+    if names & {"<|call|>", "<|calls|>"} and names & {"<|return|>", "<|flush|>"}:
+        names.discard("<|end|>")  # gpt-oss, Solar Open: another message follows
+    if "<eos>" in names or not {"< /s>", "</ s>", "</s >"}.isdisjoint(merges if isinstance(merges, list) else []):
+        names.discard("</s>")
+    return names
 
 
 def chat_template(metadata: Mapping[str, Value]) -> str | None:
@@ -212,14 +211,13 @@ def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
     return _Vocabulary(metadata, tokens, kinds[:count].tolist())
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE, and whether its kind begins prompts with the start token."""
     from tokenizers import models, normalizers
 
-    name = vocabulary.metadata.get(f"{PREFIX}pre", "default")
-    if not isinstance(name, str) or (split := SPLITS.get(_SAME.get(name, name))) is None:
-        known = ", ".join(SPLITS)
-        raise NanoinferError(f"{PREFIX}pre={show(name)} is not supported: only {known} are")
+    if (split := SPLITS.get(pre)) is None:
+        remedy = "tokenizer= a folder that has the model's tokenizer.json"
+        raise NanoinferError(f"{PREFIX}pre={show(pre)}, a way of splitting text, is not known: give {remedy}")
     merges = models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
     core = byte_level(merges, split.patterns)
     if split.compose:
@@ -227,8 +225,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     return core, split.add_bos
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a BPE with byte fallback, and that prompts begin with the start token."""
+def _sentencepiece(vocabulary: _Vocabulary, prefix: bool) -> tokenizers.Tokenizer:
+    """Return a BPE with byte fallback; `prefix`: whether text begins with a space if the file does not say it."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -242,13 +240,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]
             byte_fallback=True,
         )
     )
-    prefix = vocabulary.flag("add_space_prefix", True)
+    prefix = vocabulary.flag("add_space_prefix", prefix)
     core.normalizer = normalizers.Sequence(
         [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    return core, True
+    return core
 
 
 def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
@@ -301,6 +299,7 @@ def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     from tokenizers import AddedToken
 
     kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+    kinds |= dict.fromkeys(_ends_by_name(vocabulary.metadata), CONTROL)
     for name in ("bos", "eos"):
         if (token_id := vocabulary.special(name)) is not None and f"{PREFIX}token_type" not in vocabulary.metadata:
             kinds[vocabulary.tokens[token_id]] = CONTROL  # files of 2023 have no types

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.gguf_splits import SPLITS
 from nanoinfer.models.checkpoints.gguf_tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
     PREFIX,
     SPECIAL_KEYS,
-    SPLITS,
     TURN_ENDS,
     UNKNOWN,
     UNUSED,
@@ -43,7 +43,7 @@ log = logging.getLogger("nanoinfer")
 
 _TEXT = (
     "The cat's 12345 hats, DON'T they?\n\n\tI'LL pay  $3.14 (\u03c0) -- na\u00efve caf\u00e9 \u6771\u4eac \U0001f642"
-    " e\u0301 a_b<x>|y\r\n  x   y \u00bd \u00b2\u3000z"
+    " e\u0301 a_b<x>|y\r\n  x   y \u00bd \u00b2\u3000z  42'Twas q\u0301a    b \u4e2d\u6587c//\n/"
 )
 """The known ways of splitting split it differently. llama.cpp's converter recognises tokenizers by such a text, too."""
 
@@ -138,12 +138,13 @@ def _split_name(core: tokenizers.Tokenizer, model: Mapping[str, Any]) -> str:
         return "gpt-2"
     text = _TEXT if core.normalizer is None else core.normalizer.normalize_str(_TEXT)
     pieces = None if core.pre_tokenizer is None else core.pre_tokenizer.pre_tokenize_str(text)
-    for name, split in SPLITS.items():
+    first_names = {split: name for name, split in reversed(SPLITS.items())}
+    for split, name in reversed(first_names.items()):
         same = byte_level(models.BPE({}, []), split.patterns).pre_tokenizer.pre_tokenize_str(text) == pieces
         composed = unicodedata.normalize("NFC", _TEXT) if split.compose else _TEXT
         if same and text == composed and split.whole_words == model["ignore_merges"]:
             return name
-    raise NanoinferError(f"the tokenizer splits text in another way than the known ones: {', '.join(SPLITS)}")
+    raise NanoinferError("the tokenizer splits text in another way than those that tokenizer.ggml.pre names")
 
 
 def _sentencepiece(model: Mapping[str, Any], tokens: list[str], kinds: NDArray[np.int32]) -> dict[str, Value]:
