@@ -56,6 +56,11 @@ class ChatMessage:
     """Text that the model wrote before its answer, within markers; None without any."""
     tool_calls: tuple[ToolCall, ...] = ()
 
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether the answer ended within its last call, by a limit or a stop string."""
+        return bool(self.tool_calls) and not self.tool_calls[-1].is_complete
+
     def as_message(self) -> dict[str, Any]:
         """Return it as a message for `LLM.chat`. A call that was cut off is left out."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}

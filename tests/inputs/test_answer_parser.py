@@ -30,12 +30,17 @@ def plain(message: ChatMessage) -> Plain:
 
 
 def parse(
-    f: AnswerFormat, text: str, cuts: Sequence[int] = (), tools: Sequence[Tool] = TOOLS, **options: Any
+    f: AnswerFormat,
+    text: str,
+    cuts: Sequence[int] = (),
+    tools: Sequence[Tool] = TOOLS,
+    is_cut: bool = True,
+    **options: Any,
 ) -> tuple[ChatMessage, list[AnswerDelta]]:
     parser = AnswerParser(f, tools, **options)
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     deltas = [delta for a, b in pairwise(places) for delta in parser.feed(text[a:b])]
-    deltas += parser.finish()
+    deltas += parser.finish(is_cut)
     return parser.message(), deltas
 
 
@@ -198,21 +203,41 @@ def test_any_text_gives_the_same_message_for_every_split(name: str, parts: list[
         assert call.name in ("get_weather", "set")
 
 
+CITY = "<parameter=city>\nRome\n</parameter>\n"
+DAYS = "<parameter=days>\n3\n</parameter>\n"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text"),
     [
-        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> x',
-        '<tool_call>\n{"name": "set", "arguments": [1]}\n</tool_call>',
-        '<tool_call>\n{"name": "set", "arguments": {"on": nope}}\n</tool_call>',
-        '<tool_call>\n{"name": 3}\n</tool_call>',
-        "<tool_call> is a marker",
-        '<tool_call>\n{"name": "set", "arguments": ' + '{"a": ' * 200 + "1",
+        ("hermes", '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> x'),
+        ("hermes", '<tool_call>\n{"name": "set", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "set", "arguments": {"on": nope}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": 3}\n</tool_call>'),
+        ("hermes", "<tool_call> is a marker"),
+        ("hermes", '<tool_call>\n{"name": "set", "arguments": ' + '{"a": ' * 200 + "1"),
+        ("hermes", '<tool_call>\n{"name": "set", "arguments": {"on": true'),  # the model ended it here
+        *(
+            ("coder", f"<tool_call>\n<function=get_weather>\n{parts}</tool_call>")
+            for parts in (
+                CITY + "</parameter>\n" + DAYS + "</function>\n",
+                CITY + "and the days:\n" + DAYS + "</function>\n",
+                CITY.removesuffix("</parameter>\n") + DAYS + "</function>\n",
+                CITY + DAYS + "</functions>\n",
+            )
+        ),
+        ("coder", "<tool_call>\n<function=get_weather>\n" + CITY),
+        ("coder", "<function=other>\n</function>"),
+        ("harmony", "to=python<|channel|>analysis code<|message|>print(1)"),
+        ("harmony", "<|channel|>final is a header"),
+        ("harmony", "to=be or not"),
     ],
 )
-def test_a_malformed_call_is_content(text: str) -> None:
-    message, deltas = parse(FORMATS["hermes"], text, range(len(text)))
-    assert plain(message) == (text, None, [])
-    assert joined(deltas) == message
+def test_a_malformed_call_is_content(name: str, text: str) -> None:
+    for cuts in ((), range(len(text))):
+        message, deltas = parse(FORMATS[name], text, cuts, is_cut=False)
+        assert plain(message) == (text, None, [])
+        assert joined(deltas) == message
 
 
 @pytest.mark.parametrize(
@@ -254,21 +279,87 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     assert plain(message) == ("Yes.", "Hm.", [])
     assert joined(deltas) == message
     assert plain(parse(f, "Hm", starts_in_reasoning=True)[0]) == ("", "Hm", [])
-    assert plain(parse(f, "A model writes <think> there.")[0]) == ("A model writes <think> there.", None, [])
 
 
-def test_harmony_as_gpt_oss_writes_it() -> None:
-    text = (
-        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "Let me see.<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-        '{"city": "Rome"}<|call|>'
-    )
-    assert plain(parse(FORMATS["harmony"], text, range(len(text)))[0]) == (
-        "Let me see.", "Need weather.", [("get_weather", {"city": "Rome"})]
-    )  # fmt: skip
-    text = '<|start|>assistant to=functions.set<|channel|>commentary json<|message|>{"on": true}'
-    assert plain(parse(FORMATS["harmony"], text, range(len(text)))[0]) == (None, None, [("set", {"on": True})])
+SET_CALL = '<tool_call>\n{"name": "set", "arguments": {"on": true}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A model writes <think> there.", ("A model writes <think> there.", None, [])),
+        ("It ends with </think>\n\nin it.", ("It ends with </think>\n\nin it.", None, [])),
+        ("<think>a</think>b\n</think>c <think>", ("b\n</think>c <think>", "a", [])),
+        ("</think>\nb", ("b", None, [])),
+        ("<think>a</think>\n<think>b</think>\nc", ("c", "a\nb", [])),
+        (f"<think>Now. {SET_CALL}\n</think>\nb", ("b", "Now.", [("set", {"on": True})])),
+        (f"<think>{SET_CALL}", (None, None, [("set", {"on": True})])),
+        ("<think>By <tool_call> or so.</think>b", ("b", "By <tool_call> or so.", [])),
+        ('<think>a <tool_call>{"name": "x"}</think>', ("", 'a <tool_call>{"name": "x"}', [])),
+    ],
+)
+def test_markers_of_reasoning(text: str, expected: Plain) -> None:
+    for cuts in ((), range(len(text))):
+        message, deltas = parse(FORMATS["hermes"], text, cuts)
+        assert plain(message) == expected
+        assert joined(deltas) == message
+
+
+def test_a_special_token_is_a_marker_anywhere() -> None:
+    text = "<|channel>thought\n<channel|>Yes.<|channel>thought\nHm.<channel|><channel|>"
+    special = ("<|channel>", "<channel|>")
+    assert plain(parse(FORMATS["gemma"], text, range(99), special_tokens=special)[0]) == ("Yes.", "Hm.", [])
+
+
+@pytest.mark.parametrize(
+    "text", ["{}<function=set>\n<parameter=on>\ntrue\n</parameter>\n{}</tool_call>", "{}<function=set>{}"]
+)
+def test_a_call_without_its_first_tag_is_read(text: str) -> None:
+    end = "<parameter=on>true</parameter></function>"
+    text = text.format("Now:\n", end if text.endswith("{}") else "</function>\n")
+    for constrained in (False, True):
+        message, _ = parse(FORMATS["coder"], text, range(len(text)), constrained=constrained)
+        assert plain(message) == ("Now:", None, [("set", {"on": True})])
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+ON = ("set", {"on": True})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            "Let me see.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            '{"city": "Rome"}<|call|>',
+            ("Let me see.", "Need weather.", [("get_weather", {"city": "Rome"})]),
+        ),
+        *(
+            (ANALYSIS + header + '<|message|>{"on": true}', (None, "Hm.", [ON]))
+            for header in (
+                " to=functions.set<|channel|>commentary json",
+                " to=functions.set<|channel|>analysis",
+                " to=functions.set<|channel|>commentary <|constrain|>json",
+                "<|channel|>commentary to=functions.set <|constrain|>json",
+                "<|channel|>commentary <|constrain|>json to=functions.set",
+                "<|channel|>analysis to=set code",
+                "<|constrain|>json<|channel|>commentary to=functions.set",
+            )
+        ),
+        (ANALYSIS + "<|channel|>final <|constrain|>json<|message|>{}<|return|>", ("{}", "Hm.", [])),
+        (ANALYSIS + "<|channel|>commentary to=assistant<|channel|>final<|message|>a", ("a", "Hm.", [])),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>a <|constrain|>", ("a <|constrain|>", "Hm.", [])),
+        (ANALYSIS + "<|channel|>fin", ("", "Hm.", [])),
+        ("a<|end|><|start|>assistant<|channel|>final<|message|>b", ("a\nb", None, [])),
+    ],
+)
+def test_headers_as_gpt_oss_writes_them(text: str, expected: Plain) -> None:
+    for cuts in ((), range(len(text))):
+        message, deltas = parse(FORMATS["harmony"], text, cuts)
+        assert plain(message) == expected
+        assert joined(deltas) == message
 
 
 def test_text_is_released_as_soon_as_it_is_no_marker() -> None:

@@ -17,7 +17,7 @@ from helpers.chat import HI
 from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.openai_protocol import CHAT
+from nanoinfer.openai_protocol import CHAT, RESPONSES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_tokens": 150}
 CALLS: dict[str, Any] = {"tools": TWO, "parallel_tool_calls": False, "enable_thinking": False}
@@ -141,6 +141,18 @@ def test_objects_may_be_any_tool_choice(client: Client) -> None:
         expected = client.post(CHAT, **{**body, "tools": tools}, tool_choice=choice)
         assert made["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
         assert calls_of(made["choices"][0]) == calls_of(expected["choices"][0])
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_complete(client: Client) -> None:
+    body = {"messages": HI, "tools": TWO, "tool_choice": NAMED, "enable_thinking": False, "stop": ['"city"'], **SAMPLED}
+    (whole,), (streamed,) = client.post(CHAT, **body)["choices"], merged(client.stream(CHAT, **body))
+    for choice in (whole, streamed):
+        assert (calls_of(choice), choice["finish_reason"]) == ([("weather", "{")], "stop")
+    del body["messages"], body["max_tokens"]
+    body |= {"input": "Hi", "tool_choice": "required", "tools": [{"type": "function", **TWO[1]["function"]}]}
+    made = client.post(RESPONSES, **body)
+    assert (made["status"], made["output"][-1]["arguments"]) == ("incomplete", "{")
+    assert made["output"][-1]["status"] == "incomplete"
 
 
 def test_reasoning_has_both_names_and_is_counted(client: Client) -> None:

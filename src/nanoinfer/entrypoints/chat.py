@@ -62,8 +62,10 @@ class Answers:
         """Return a parser for one answer."""
         if self.template is not None:
             return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
-        starts = self.in_reasoning is True
-        return AnswerParser(self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained)
+        starts, special = self.in_reasoning is True, self.formatter.special_tokens
+        return AnswerParser(
+            self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained, special_tokens=special
+        )
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
         """Return the tokens of the reasoning, with its markers. Args: token_ids: of the answer, or its beginning."""
@@ -72,10 +74,13 @@ class Answers:
         if message.reasoning is None:
             return 0
         text, end = self.formatter.decode(token_ids), self.format.reasoning_end.strip()
-        if (at := text.find(end)) < 0:
+        size = at + len(end) if (at := text.find(end)) >= 0 else -1
+        if size < 0 and message.tool_calls:  # a call has ended it
+            size = text.find(self.format.trigger)
+        if size < 0:
             return len(token_ids)
         decode = self.formatter.decode
-        return bisect_left(range(len(token_ids)), at + len(end), key=lambda n: len(decode(token_ids[:n])))
+        return bisect_left(range(len(token_ids)), size, key=lambda n: len(decode(token_ids[:n])))
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class AnswerReader:
         if self._deltas:
             state.token_ids += o.token_ids
         if o.finish_reason is not None:
-            rest = state.parser.finish()
+            rest = state.parser.finish(is_cut=o.finish_reason != "stop" or isinstance(o.stop_reason, str))
             made += [] if state.ended else rest
             message = state.parser.message()
             token_ids = state.token_ids if self._deltas else o.token_ids

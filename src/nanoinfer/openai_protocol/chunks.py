@@ -157,7 +157,7 @@ class ChunkWriter:
             parts.append({})
         if o.num_reasoning_tokens is not None:
             self._num_reasoning = (self._num_reasoning or 0) + o.num_reasoning_tokens
-        finish_reason = finish_reason_of(o.finish_reason, o.message is not None and bool(o.message.tool_calls))
+        finish_reason = finish_reason_of(o)
         for i, part in enumerate(parts):
             choice = {"index": index, "delta": part, "logprobs": None, "finish_reason": None}
             if i == 0 and o.logprobs is not None:

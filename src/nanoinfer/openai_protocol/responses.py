@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -127,9 +128,10 @@ def reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def finish_reason_of(finish_reason: str | None, calls: bool) -> str | None:
-    """Return OpenAI's finish_reason. Args: calls: whether the message has some."""
-    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
+def finish_reason_of(o: CompletionOutput) -> str | None:
+    """Return OpenAI's finish_reason. An answer that a stop string ended within a call has stop."""
+    calls = o.message is not None and bool(o.message.tool_calls) and not o.message.ends_in_call
+    return "tool_calls" if calls and o.finish_reason == "stop" else o.finish_reason
 
 
 def plain_logprobs(found: Iterable[Mapping[int, Logprob] | None]) -> Iterator[dict[int, dict[str, Any]] | None]:
@@ -198,9 +200,9 @@ def num_chars(token_ids: Sequence[int], decode: Decode) -> int:
 
 
 def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart) -> dict[str, Any]:
-    text, steps, finish_reason = o.text, o.logprobs, o.finish_reason
     if request.prompt_only:
-        text, steps, finish_reason = "", None if steps is None else [], "length"
+        o = replace(o, text="", logprobs=None if o.logprobs is None else [], finish_reason="length")
+    text, steps = o.text, o.logprobs
     written: Any = Text(prompt.text, lambda: text) if prompt.echo else text
     logprobs: Mapping[str, Any] | None = None
     if steps is not None:
@@ -212,8 +214,7 @@ def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart)
             if prompt.logprobs:
                 logprobs = {name: Joined(prompt.logprobs[name], items) for name, items in logprobs.items()}
     choice: dict[str, Any] = {"message": message_fields(o)} if request.chat else {"text": written}
-    finish_reason = finish_reason_of(finish_reason, o.message is not None and bool(o.message.tool_calls))
-    choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
+    choice |= {"logprobs": logprobs, "finish_reason": finish_reason_of(o)}
     if prompt.plain_logprobs is not None and not request.chat:  # as vLLM has it: those of a chat are beside the choices
         choice["prompt_logprobs"] = prompt.plain_logprobs
     if request.return_token_ids:

@@ -17,7 +17,7 @@ from nanoinfer.openai_protocol.errors import error_body, status_code
 from nanoinfer.openai_protocol.parts import Part, Parts, Verb, parts_of
 from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
 from nanoinfer.openai_protocol.responses import Decode, chat_logprobs, check_finite, num_values, token_counts, usage
-from nanoinfer.outputs import Logprob, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.utils.json_pieces import Items, encode, json_strings
 
 Steps = Sequence[Mapping[int, Logprob]]
@@ -41,7 +41,7 @@ def responses_body(
 ) -> dict[str, Any]:
     """Return the body of a successful response. Args as for `response_body`."""
     (o,) = outputs[0].outputs
-    end, parts = _end(o.finish_reason), parts_of(o)
+    end, parts = _end(o), parts_of(o)
     text = next((part for part in parts if part.kind == "text"), None)
     items = []
     for part in parts:
@@ -116,7 +116,7 @@ class EventWriter:
             self._num_reasoning += o.num_reasoning_tokens or 0
             self._new += o.logprobs or ()
             self._num_step_values += num_values(self._request, [output])
-            end = _end(o.finish_reason)
+            end = _end(o)
             ended: Part | None = None  # its events follow when it is known whether it is the last one
             for verb, part, text in self._parts.read(o):
                 if ended is not None:
@@ -185,10 +185,11 @@ def _head(request: GenerationRequest, request_id: str, model: str, created: int)
     }
 
 
-def _end(finish_reason: str | None) -> dict[str, Any]:
+def _end(o: CompletionOutput) -> dict[str, Any]:
     """Return how a response has ended."""
-    details = {"reason": "max_output_tokens"} if finish_reason == "length" else None
-    return {"status": "completed" if finish_reason == "stop" else "incomplete", "incomplete_details": details}
+    details = {"reason": "max_output_tokens"} if o.finish_reason == "length" else None
+    is_complete = o.finish_reason == "stop" and (o.message is None or not o.message.ends_in_call)
+    return {"status": "completed" if is_complete else "incomplete", "incomplete_details": details}
 
 
 def _usage(counts: Mapping[str, Any], num_cached: int) -> dict[str, Any]:

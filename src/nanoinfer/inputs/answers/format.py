@@ -64,6 +64,8 @@ class AnswerFormat:
     """Further spellings that the parser accepts: (name of a field, text)."""
     ignored: tuple[str, ...] = ()
     """Markers that are no part of reasoning, content or calls."""
+    has_headers: bool = False
+    """Whether an answer is messages with headers, as gpt-oss writes them. The pieces here are those of the grammar."""
     text_arguments: bool = False
     """Whether the chat template takes the arguments of earlier calls as JSON text instead of an object."""
 
@@ -125,16 +127,13 @@ HARMONY = AnswerFormat(
     after_name=" <|constrain|>json<|message|>",
     parallel=False,
     also=(
+        ("content_start", "<|channel|>final <|constrain|>json<|message|>"),
         ("content_start", "<|channel|>commentary<|message|>"),
         ("trigger", "<|start|>assistant to=functions."),
         ("trigger", "to=functions."),
         ("trigger", "<|channel|>analysis to=functions."),
-        ("after_name", "<|channel|>commentary json<|message|>"),
-        ("after_name", "<|channel|>commentary <|constrain|>json<|message|>"),
-        ("after_name", "<|channel|>analysis json<|message|>"),
-        ("after_name", " json<|message|>"),
-        ("after_name", "<|message|>"),
     ),
     ignored=("<|start|>assistant", "<|call|>", "<|return|>"),
+    has_headers=True,
 )
 """gpt-oss's, whose templates write messages in another order of parts than the model does."""

@@ -131,15 +131,13 @@ class Reader:
         """Read white space."""
         return (yield from self.run(_SPACE))
 
-    def begins(self, text: str) -> Waiting[bool]:
-        """Return whether a text is next."""
-        while True:
-            have = self._text[self._at : self._at + len(text)]
-            if have == text:
-                return True
-            if self.closed or not text.startswith(have):
+    def begins(self, *texts: str) -> Waiting[bool]:
+        """Return whether one of some texts is next."""
+        while not self._text.startswith(texts, self._at):
+            if self.closed or not any(text.startswith(self._text[self._at :]) for text in texts):
                 return False
             yield
+        return True
 
     def skip(self, text: str) -> Waiting[bool]:
         """Read a text if it is next; return whether it was."""
@@ -170,13 +168,6 @@ class Reader:
                 yield from self.run(_CALL_ID)
             for token in _TOKENS.findall(part) if '"' in part else part.split():
                 yield from self.expect(token)
-
-    def one_of(self, pieces: list[str]) -> Waiting[None]:
-        """Read one of several pieces. Raises Malformed."""
-        if len(pieces) < 2:
-            yield from self.piece("".join(pieces))
-        else:
-            yield from self.expect(*(piece.strip() for piece in pieces))
 
     def text(self, markers: Markers) -> Waiting[str]:
         """Read up to and including a marker; return the text before. Raises Ended."""

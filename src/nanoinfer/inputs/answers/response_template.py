@@ -148,8 +148,8 @@ class ResponseTemplateParser:
         """Add text; return what it completes."""
         return self._advance("scan", text, False)
 
-    def finish(self) -> list[AnswerDelta]:
-        """End the answer; return what was held back."""
+    def finish(self, is_cut: bool = True) -> list[AnswerDelta]:
+        """End the answer; return what was held back. Args: is_cut: without an effect, templates are not told."""
         return self._advance("scan", "", True)
 
     def message(self) -> ChatMessage:
