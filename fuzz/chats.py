@@ -101,7 +101,7 @@ def run_answer(data: bytes, folder: Path) -> None:
     changes: dict[str, Any] = {c.pick(_FIELDS): c.pick(PIECES) for _ in range(c.number(4))}
     format = replace(format, **changes)
     tools = () if c.odd(4) else TOOLS
-    options = {"starts_in_reasoning": c.odd(4), "constrained": c.odd(3)}
+    options: dict[str, Any] = {"starts_in_reasoning": c.odd(4), "constrained": c.odd(3)}
     sizes = [c.pick((1, 1, 2, 3, 7, 50, 10_000)) for _ in range(1 + c.number(4))]
     own = [text for name in _FIELDS for text in format.spellings(name)]
     parts: list[str] = []
@@ -113,7 +113,7 @@ def run_answer(data: bytes, folder: Path) -> None:
 
 
 def check_answer(
-    format: AnswerFormat, tools: Sequence[Tool], text: str, sizes: Sequence[int], options: dict[str, bool]
+    format: AnswerFormat, tools: Sequence[Tool], text: str, sizes: Sequence[int], options: dict[str, Any]
 ) -> None:
     """Read a text by a format; check that the message does not depend on the pieces, and has no markers."""
     parser, whole = AnswerParser(format, tools, **options), AnswerParser(format, tools, **options)
@@ -125,9 +125,9 @@ def check_answer(
     starts = {text.strip() for text in format.spellings("reasoning_start")}
     ends = {text.strip() for text in format.spellings("reasoning_end")} - {""}
     assert not any(marker in (message.reasoning or "") for marker in ends), "reasoning has its end marker"
-    names = ("reasoning_end", "content_start", "content_end")
-    dropped = {text.strip() for name in names for text in format.spellings(name)} - {""}
-    dropped = {text for text in dropped if not any(text in start for start in starts)}  # one in a text is content
+    spoken = starts | ends  # of which one in a text is content
+    dropped = {text.strip() for name in ("content_start", "content_end") for text in format.spellings(name)} - {""}
+    dropped = {text for text in dropped if not any(text in marker for marker in spoken)}
     if not tools:
         assert not any(marker in (message.content or "") for marker in dropped), "content has a marker"
 

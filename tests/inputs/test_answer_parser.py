@@ -296,6 +296,7 @@ SET_CALL = '<tool_call>\n{"name": "set", "arguments": {"on": true}}\n</tool_call
         (f"<think>{SET_CALL}", (None, None, [("set", {"on": True})])),
         ("<think>By <tool_call> or so.</think>b", ("b", "By <tool_call> or so.", [])),
         ('<think>a <tool_call>{"name": "x"}</think>', ("", 'a <tool_call>{"name": "x"}', [])),
+        (f'<think>a <tool_call>{{"</think>{SET_CALL}', (None, 'a <tool_call>{"', [("set", {"on": True})])),
     ],
 )
 def test_markers_of_reasoning(text: str, expected: Plain) -> None:

@@ -222,8 +222,10 @@ class AnswerParser:
             yield from self._tail()
             return True
         text, reader.raw = "".join(reader.raw), None
-        if refused and self._in_reasoning:
-            self._built.write(ReasoningDelta, text)
+        if refused and self._in_reasoning:  # which may end within what was read as the call
+            begin, _, _ = Markers(self._format.markers("reasoning_end")).find(text, 0, True)
+            self._built.write(ReasoningDelta, text[:begin])
+            reader.unread(text[begin:])
         elif refused:
             self._built.write_apart(text)
         elif self._name is not None:

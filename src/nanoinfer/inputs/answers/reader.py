@@ -97,6 +97,10 @@ class Reader:
             self.raw.append(text)
         return text
 
+    def unread(self, text: str) -> None:
+        """Put back what was read."""
+        self._text, self._at = text + self._text[self._at :], 0
+
     def peek(self) -> Waiting[str]:
         """Return the next character; empty at the end of the answer."""
         while self._at == len(self._text):
