@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("starlette", reason="the extra server is not installed")
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from helpers import asgi
+from helpers.chat import chat_folder
 from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM
@@ -304,6 +306,44 @@ def test_fields_without_effect_are_accepted(client: Client) -> None:
     assert without_ids(made) == without_ids(plain)
 
 
+def test_what_the_server_cannot_run_is_left_out_with_one_warning(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    search = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [TEXT, {"type": "tool_reference"}, image]}
+    sent = body([*said(search, found, USE), *user(result)], **OFF) | {"betas": ["a"]}
+    hints = {"defer_loading": True, "input_examples": [{}], "allowed_callers": ["direct"]}
+    sent["tools"] = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, {**TOOLS[0], **hints}]
+    shown = "a\n[image: left out, because this model reads text only]"
+    plain = body([*said(USE), *user({**result, "content": shown})], tools=TOOLS[:1], **OFF)
+    expected = client.post(MESSAGES, **plain)
+    with caplog.at_level("WARNING", "nanoinfer.server"):
+        for _ in range(2):
+            assert without_ids(client.post(MESSAGES, **sent)) == without_ids(expected)
+    lines = sorted(record.getMessage() for record in caplog.records if record.name == "nanoinfer.server")
+    whats = [
+        "tools of type web_search",
+        "blocks of tools that Anthropic's servers run",
+        *(f"{h} of tools" for h in hints),
+    ]
+    assert lines == sorted(f"/v1/messages: left out, because this server cannot run it: {w}" for w in whats)
+
+
+def test_thinking_has_no_effect_on_a_model_without_reasoning(tmp_path: Path) -> None:
+    client = Client(LLM(str(chat_folder(tmp_path / "tiny")), engine="native"))
+    plain = {"model": "tiny", "messages": HI, "max_tokens": 5, "temperature": 0}
+    expected = client.post(MESSAGES, **plain)
+    assert without_ids(client.post(MESSAGES, **plain, **ON)) == without_ids(expected)
+    assert (
+        client.post(COUNT_TOKENS, model="tiny", messages=HI, **ON)["input_tokens"] == expected["usage"]["input_tokens"]
+    )
+    status, found = client.error(CHAT, messages=HI, thinking_token_budget=5)
+    assert (status, found["param"]) == (400, "thinking_token_budget")
+    client.async_llm.shutdown()
+
+
 def user(*blocks: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*blocks]}]
 
@@ -335,9 +375,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user({**TEXT, "citations": [1]})}, "messages[0].content[0]: the field 'citations' is not"),
     ({"messages": user({"type": "text"})}, "messages[0].content[0].text=None is not a string"),
     ({"messages": user({"type": "text", "text": 5})}, "messages[0].content[0].text=5 is not a string"),
-    ({"messages": user({"type": "tool_result", "tool_use_id": "x"})}, "tool_use_id='x' is the id of no tool_use"),
-    ({"messages": [*said(USE), *user({"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image"}]})]},
-     "messages[2].content[0].content[0].type='image'"),
+    ({"messages": [*said(USE), *user({"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "video"}]})]},
+     "messages[2].content[0].content[0].type='video' is not supported for results: use text, image, document"),
     ({"messages": said({"type": "redacted_thinking", "data": "x"})}, "'redacted_thinking', which only Anthropic can"
      " read, is not supported for role assistant"),
     ({"messages": said(USE)}, "messages: the last message has a tool_use without its tool_result"),
@@ -346,11 +385,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"system": 5}, "system=5 is neither a string nor"),
     ({"system": [{"type": "image"}]}, "system[0].type='image' is not supported"),
     ({"tools": {}}, "tools={} is not a list"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type='web_search_20250305' is not"
+    ({"tools": [{"type": "web_seach_20250305", "name": "web_search"}]}, "tools[0].type='web_seach_20250305' is not"
      " supported: the server runs no tools"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema=None is not a JSON schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0]: name='a b' is not 1 to 64"),
-    ({"tools": [{**TOOLS[0], "input_examples": []}]}, "tools[0]: the field 'input_examples' is not supported"),
+    ({"tools": [{**TOOLS[0], "input_example": []}]}, "tools[0]: the field 'input_example' is not supported"),
     ({"tools": [*TOOLS, {"name": "f", "input_schema": {"properties": {"a": {"$ref": "#/x"}}}}]}, "tools: tool 'f'"),
     ({"tool_choice": {"type": "any"}}, "tool_choice.type='any' needs tools"),
     ({"tool_choice": "auto"}, "tool_choice='auto' is not an object"),

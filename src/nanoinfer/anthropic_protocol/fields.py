@@ -32,7 +32,7 @@ _PROMPT: dict[str, Field] = {
         "effort is the variable reasoning_effort of the chat template; the text matches the schema of format.",
     ),
     "output_format": Field(_FORMAT, "The older name of output_config.format."),
-    **{name: Field({}, "Accepted without effect.") for name in ("cache_control", "context_management")},
+    **{name: Field({}, "Accepted without effect.") for name in ("betas", "cache_control", "context_management")},
 }  # fmt: skip
 TABLES: dict[str, dict[str, Field]] = {
     MESSAGES: {

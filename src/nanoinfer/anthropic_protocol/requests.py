@@ -3,13 +3,15 @@
 {"system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "model": "m"}
 ->  {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, ...], "max_tokens": 5, ...}
 
-A block, a field of a block or a value that has no translation is an error.
+A block, a field of a block or a value that has no translation is an error, except for what is about tools that
+Anthropic's servers run: agents send it in each request, and work without it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +24,8 @@ from nanoinfer.utils.checks import require_bool, show
 
 _BLOCKS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}
 """The types of blocks that the messages of a role have."""
+_RESULT = ("text", "image", "document")
+"""The types of blocks that the result of a tool has. Images and documents become a text that says so."""
 _REQUIRED: dict[str, dict[str, type]] = {
     "text": {"text": str},
     "thinking": {"thinking": str},
@@ -39,6 +43,14 @@ _NAMES = {str: "a string", dict: "an object", bool: "a bool"}
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
 """Fields of a chat, too."""
 _TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+_TOOL_HINTS = ("defer_loading", "input_examples", "allowed_callers")
+"""Fields of a tool that are left out."""
+_NOT_RUN = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search_tool_(?:regex|bm25)|bash|text_editor|computer|memory|mcp_toolset)"
+    r"(?:_\d{8})?"
+)
+"""Types of tools that Anthropic's servers run, or that only Anthropic's models know."""
+_NOT_RUN_BLOCKS = re.compile(r"(server|mcp)_tool_use|\w+_tool_result|tool_reference")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SENT = {
     "continue_final_message=True": "messages",
@@ -55,10 +67,12 @@ def parse_messages(
     body: Mapping[str, Any], defaults: SamplingParams | None = None, *, url: str = MESSAGES
 ) -> GenerationRequest:
     """Read the body of a request to MESSAGES or COUNT_TOKENS. Args and errors as for `parse`, and of `to_chat`."""
+    left_out: set[str] = set()
     try:
-        return parse(CHAT, to_chat(url, body), defaults or SamplingParams(), streams=True)
+        request = parse(CHAT, to_chat(url, body, left_out), defaults or SamplingParams(), streams=True)
     except NanoinferError as e:
         raise renamed(e, _SENT) from None
+    return replace(request, left_out=left_out, template={**request.template, "optional_thinking": True})
 
 
 def messages_error(error: NanoinferError, request: GenerationRequest) -> NanoinferError:
@@ -71,12 +85,13 @@ def messages_error(error: NanoinferError, request: GenerationRequest) -> Nanoinf
     return renamed(as_sent(error, response_format=request.response_format), _SENT)
 
 
-def to_chat(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """Return the body of the request to /v1/chat/completions that a request stands for.
 
     Args:
         url: MESSAGES or COUNT_TOKENS.
         body: the JSON object.
+        left_out: gets what of it has no translation, because it is about tools that this server cannot run.
 
     Raises:
         FieldError: a field, or something in it, is unknown, missing or not supported.
@@ -86,7 +101,7 @@ def to_chat(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [name for name in REQUIRED[url] if name not in given]:
         raise FieldError(f"{missing[0]} is missing: {url} needs {', '.join(REQUIRED[url])}", missing[0])
     made = {name: given[name] for name in _SAME if name in given}
-    made["messages"] = _conversation(given.get("system"), given["messages"])
+    made["messages"] = _conversation(given.get("system"), given["messages"], left_out)
     if made["messages"][-1]["role"] == "assistant":
         if "tool_calls" in made["messages"][-1]:
             raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
@@ -95,7 +110,7 @@ def to_chat(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         made["stop"] = _a(list, given["stop_sequences"], "stop_sequences", "a list of strings")
     if "tools" in given:
         tools = _a(list, given["tools"], "tools", "a list")
-        made["tools"] = [_tool(item, f"tools[{i}]") for i, item in enumerate(tools)]
+        made["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
     if "tool_choice" in given:
         made |= _tool_choice(given["tool_choice"], made.get("tools", ()))
     if "thinking" in given:
@@ -125,12 +140,12 @@ def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
 # Messages ------------------------------------------------------------------------------------------------
 
 
-def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
+def _conversation(system: Any, messages: Any, left_out: set[str]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Those of the same role in succession are one, as Anthropic has it."""
     if not isinstance(messages, list) or not messages:
         raise _error(f"messages={show(messages)} is not a list of one or more {{'role': ..., 'content': ...}}")
     turns: list[tuple[str, list[dict[str, Any]]]] = []
-    blocks = [] if system is None else _blocks(system, "system", "system")
+    blocks = [] if system is None else _blocks(system, "system", "system", left_out)
     if kept := [block for block in blocks if not block["text"].startswith(_BILLING)]:
         turns.append(("system", kept))
     for i, message in enumerate(messages):
@@ -138,37 +153,38 @@ def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
         role = found.get("role")
         if not isinstance(role, str) or role not in _BLOCKS:
             raise _error(f"messages[{i}].role={show(role)} is not supported: use user, assistant or system")
-        blocks = _blocks(found.get("content"), f"messages[{i}].content", role)
+        blocks = _blocks(found.get("content"), f"messages[{i}].content", role, left_out)
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
     made: list[dict[str, Any]] = []
-    ids: set[str] = set()
     for role, blocks in turns:
-        ids.update(block["id"] for block in blocks if block["type"] == "tool_use")
-        for block in blocks:
-            if block["type"] == "tool_result" and block["tool_use_id"] not in ids:
-                raise _error(f"messages: tool_use_id={show(block['tool_use_id'])} is the id of no tool_use before it")
         made += [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
     return made
 
 
-def _blocks(content: Any, where: str, role: str) -> list[dict[str, Any]]:
+def _blocks(content: Any, where: str, role: str, left_out: set[str]) -> list[dict[str, Any]]:
     """Return the checked blocks of a content, which is a string or a list of blocks."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not (content or role == "assistant"):
         raise _error(f"{where}={show(content)} is neither a string nor a list of one or more blocks")
-    return [_block(item, f"{where}[{i}]", role) for i, item in enumerate(content)]
+    found = [_block(item, f"{where}[{i}]", f"role {role}", _BLOCKS[role], left_out) for i, item in enumerate(content)]
+    return [block for block in found if block is not None]
 
 
-def _block(item: Any, where: str, role: str) -> dict[str, Any]:
+def _block(item: Any, where: str, of: str, kinds: tuple[str, ...], left_out: set[str]) -> dict[str, Any] | None:
+    """Return a checked block of something that has these kinds; None for one that is left out."""
     kind = _a(dict, item, where, "an object").get("type")
-    if not isinstance(kind, str) or kind not in _BLOCKS[role]:
+    if isinstance(kind, str) and _NOT_RUN_BLOCKS.fullmatch(kind):
+        left_out.add("blocks of tools that Anthropic's servers run")
+        return None
+    if not isinstance(kind, str) or kind not in kinds:
         reason = ", which only Anthropic can read," if kind == "redacted_thinking" else ""
-        used = ", ".join(_BLOCKS[role])
-        raise _error(f"{where}.type={show(kind)}{reason} is not supported for role {role}: use {used}")
+        raise _error(f"{where}.type={show(kind)}{reason} is not supported for {of}: use {', '.join(kinds)}")
+    if kind in ("image", "document"):
+        return {"type": "text", "text": f"[{kind}: left out, because this model reads text only]"}
     required, optional = _REQUIRED[kind], _OPTIONAL.get(kind, {})
     found = _object(item, where, ("type", "cache_control", *required, *optional))
     found.pop("cache_control", None)
@@ -177,8 +193,8 @@ def _block(item: Any, where: str, role: str) -> dict[str, Any]:
             _a(type_, found.get(name), f"{where}.{name}", _NAMES.get(type_, ""))
     if kind == "tool_result" and not isinstance(found.setdefault("content", ""), str):
         parts = _a(list, found["content"], f"{where}.content", "a string or a list of text blocks")
-        inner = [_block(part, f"{where}.content[{i}]", "system") for i, part in enumerate(parts)]
-        found["content"] = "\n".join(part["text"] for part in inner)
+        inner = [_block(part, f"{where}.content[{i}]", "results", _RESULT, left_out) for i, part in enumerate(parts)]
+        found["content"] = "\n".join(part["text"] for part in inner if part is not None)
     return found
 
 
@@ -210,11 +226,16 @@ def _user(role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 # Options -------------------------------------------------------------------------------------------------
 
 
-def _tool(item: Any, where: str) -> dict[str, Any]:
+def _tool(item: Any, where: str, left_out: set[str]) -> dict[str, Any] | None:
+    """Return a tool of a chat; None for one that is left out."""
     kind = _a(dict, item, where, "an object").get("type")
+    if isinstance(kind, str) and (found := _NOT_RUN.fullmatch(kind)):
+        left_out.add(f"tools of type {found[1]}")
+        return None
     if kind not in (None, "custom"):
         raise _error(f"{where}.type={show(kind)} is not supported: the server runs no tools: give name, input_schema")
-    given = _object(item, where, _TOOL)
+    given = _object(item, where, (*_TOOL, *_TOOL_HINTS))
+    left_out.update(f"{name} of tools" for name in _TOOL_HINTS if given.get(name))
     _a(dict, given.get("input_schema"), f"{where}.input_schema", "a JSON schema")
     function = {name: given[name] for name in ("name", "description", "strict") if name in given}
     return {"type": "function", "function": {**function, "parameters": given["input_schema"]}}

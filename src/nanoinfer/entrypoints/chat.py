@@ -124,10 +124,11 @@ def chat_prompt(
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
         in_reasoning = False
-    if options.thinking_token_budget is not None and not format.reasoning_end:
-        raise NanoinferError(
-            f"thinking_token_budget={options.thinking_token_budget}: the chat template has no reasoning: leave it out"
-        )
+    budget = options.thinking_token_budget
+    if budget is not None and not format.reasoning_end:
+        if not options.optional_thinking:
+            raise NanoinferError(f"thinking_token_budget={budget}: the chat template has no reasoning: leave it out")
+        budget = None
     answer = params.structured_outputs if isinstance(params, SamplingParams) else None
     grammar = to_grammar(
         format,
@@ -136,10 +137,10 @@ def chat_prompt(
         parallel=options.parallel_tool_calls,
         answer=answer,
         in_reasoning=in_reasoning,
-        thinking_budget=options.thinking_token_budget,
+        thinking_budget=budget,
         special_tokens=formatter.special_tokens,
     )
-    free = choice in ("none", "auto") and answer is None and options.thinking_token_budget is None
+    free = choice in ("none", "auto") and answer is None and budget is None
     if grammar is not None and grammar is not answer and free and find_spec("llguidance") is None:
         log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
         grammar = None

@@ -54,6 +54,8 @@ class ChatOptions:
     """Variable of the template, such as "low"; "none" is enable_thinking=False, too."""
     thinking_token_budget: int | None = None
     """Largest number of tokens of the reasoning, after which its end is forced; None: any."""
+    optional_thinking: bool = False
+    """Whether a thinking_token_budget has no effect, instead of being an error, if the template has no reasoning."""
     _tools: tuple[Tool, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

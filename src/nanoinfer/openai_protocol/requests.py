@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -52,6 +52,8 @@ class GenerationRequest:
     """Whether the last chunk of a stream has the token counts."""
     continuous_usage: bool = False
     """Whether every chunk has them."""
+    left_out: Collection[str] = ()
+    """What of the request the model is not told, because it is about tools that this server cannot run."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """What a response of /v1/responses has of the request."""
 

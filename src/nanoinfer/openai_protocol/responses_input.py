@@ -6,6 +6,8 @@ reasoning, message of the assistant, function_call, function_call, in this order
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +44,19 @@ _RENAMED = {
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text",
           "summary_text": "text", "refusal": "refusal"}  # fmt: skip
 """Types of parts with a text, and the name of the text."""
+_NOT_RUN = re.compile(
+    r"(web_search(_preview)?|file_search|code_interpreter|image_generation|mcp|computer(_use_preview)?|(local_)?shell"
+    r"|apply_patch|namespace|tool_search)(_\d{4}_\d\d_\d\d)?"
+)
+"""Types of tools that OpenAI's server runs, or that only models which were trained for them know."""
+_NOT_RUN_ITEMS = re.compile(
+    r"(web_search|file_search|code_interpreter|image_generation|mcp|computer|(local_)?shell|apply_patch|tool_search)"
+    r"_(call|call_output|output)|mcp_(list_tools|approval_request|approval_response)"
+)
+CUSTOM_INPUT = "input"
+_CUSTOM = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
+           "additionalProperties": False}  # fmt: skip
+"""Parameters of the function that a custom tool, whose input is any text, becomes."""
 
 
 def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
@@ -55,7 +70,9 @@ def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> Genera
             )  # fmt: skip
     check_names(given, RESPONSES)
     chat = {name: value for name, value in given.items() if name in _SAME}
-    chat |= {"messages": _messages(given), **_tools(given), **_text_and_reasoning(given), **_logprobs(given)}
+    left_out: set[str] = set()
+    chat |= {"messages": _messages(given, left_out), **_tools(given, left_out)}
+    chat |= {**_text_and_reasoning(given), **_logprobs(given)}
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     if "stream_options" in given:
@@ -65,7 +82,7 @@ def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> Genera
         request = parse(CHAT, chat, defaults, streams=True)
     except NanoinferError as e:
         raise renamed(e, _RENAMED) from None
-    return replace(request, echoed=_echoed(given, request))
+    return replace(request, echoed=_echoed(given, request), left_out=left_out)
 
 
 def responses_as_sent(error: NanoinferError, request: GenerationRequest) -> NanoinferError:
@@ -106,26 +123,49 @@ def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, A
 # Fields of the chat ----------------------------------------------------------------------------------------
 
 
-def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
+def _tools(given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """Return tools and tool_choice, whose functions are in objects of their own."""
     made: dict[str, Any] = {name: given[name] for name in ("tools", "tool_choice") if name in given}
     if "tools" in made:
         tools = made["tools"] if isinstance(made["tools"], list) else [made["tools"]]
-        for i, tool in enumerate(tools):
-            if not isinstance(tool, dict) or tool.get("type") != "function":
-                found = f"type={show(tool['type'])}" if isinstance(tool, dict) and "type" in tool else show(tool)
-                raise FieldError(f"tools[{i}]: {found} is not supported: give a list of functions, {{'type':"
-                                 " 'function', 'name': ..., 'parameters': ...}", "tools")  # fmt: skip
-        made["tools"] = [
-            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v not in (None, False)}}
-            for tool in tools
+        made["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
+    choice: Any = made.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind in ("function", "custom") and "name" in choice:
+        made["tool_choice"] = _named(choice)
+    elif kind == "allowed_tools" and isinstance(named := choice.get("tools"), list):
+        names = [
+            _named(tool) for tool in named if isinstance(tool, dict) and tool.get("type") in ("function", "custom")
         ]
-    if isinstance(choice := made.get("tool_choice"), dict):
-        if choice.get("type") != "function" or "name" not in choice:
-            raise FieldError(f"tool_choice={show(choice)} is not supported: use none, auto, required or {{'type':"
-                             " 'function', 'name': ...}", "tool_choice")  # fmt: skip
-        made["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        made["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
+    elif isinstance(choice, dict) and kind not in ("none", "auto", "required"):
+        raise FieldError(f"tool_choice={show(choice)} is not supported: use none, auto, required or {{'type':"
+                         " 'function', 'name': ...}", "tool_choice")  # fmt: skip
     return made
+
+
+def _tool(item: Any, at: str, left_out: set[str]) -> dict[str, Any] | None:
+    """Return a tool of a chat; None for one that is left out."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(kind, str) and (found := _NOT_RUN.fullmatch(kind)):
+        left_out.add(f"tools of type {found[1]}")
+        return None
+    if kind not in ("function", "custom"):
+        what = f"type={show(kind)}" if kind is not None else show(item)
+        raise FieldError(f"{at}: {what} is not supported: give a list of functions, {{'type': 'function', 'name': ...,"
+                         " 'parameters': ...}", "tools")  # fmt: skip
+    function = {k: v for k, v in item.items() if k != "type" and v not in (None, False)}
+    if function.pop("defer_loading", None):
+        left_out.add("defer_loading of tools")
+    if kind == "custom":
+        if function.pop("format", {"type": "text"}) != {"type": "text"}:
+            left_out.add("the format of custom tools")
+        function = {**function, "parameters": _CUSTOM}
+    return {"type": "function", "function": function}
+
+
+def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _text_and_reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +205,7 @@ def _require_object(name: str, value: Any, known: Sequence[str]) -> None:
 # Messages --------------------------------------------------------------------------------------------------
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(given: Mapping[str, Any], left_out: set[str]) -> list[dict[str, Any]]:
     """Return the conversation as the messages of a chat."""
     items, instructions = given.get("input"), given.get("instructions", "")
     if not isinstance(instructions, str):
@@ -178,15 +218,17 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     if instructions:
         made.append({"role": "system", "content": instructions})
-    call_ids: set[str] = set()
     for i, item in enumerate(items):
-        _add_item(made, call_ids, item, f"input[{i}]")
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if isinstance(kind, str) and _NOT_RUN_ITEMS.fullmatch(kind):
+            left_out.add(f"items of type {kind}")
+        else:
+            _add_item(made, kind, item, f"input[{i}]")
     return made
 
 
-def _add_item(made: list[dict[str, Any]], call_ids: set[str], item: Any, at: str) -> None:
+def _add_item(made: list[dict[str, Any]], kind: Any, item: Any, at: str) -> None:
     """Add an item of the input to the messages, or to the last of them."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
     last = made[-1] if made and made[-1]["role"] == "assistant" else None
     if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
         content = _text(item.get("content"), f"{at}.content")
@@ -203,17 +245,18 @@ def _add_item(made: list[dict[str, Any]], call_ids: set[str], item: Any, at: str
             raise FieldError(f"{at}: encrypted_content cannot be read: send the item with its content", "input")
         if text:
             made.append({"role": "assistant", "content": None, "reasoning_content": text})
-    elif kind == "function_call":
-        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", "arguments"))
+    elif kind in ("function_call", "custom_tool_call"):
+        given = "arguments" if kind == "function_call" else CUSTOM_INPUT
+        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", given))
+        if given == CUSTOM_INPUT:
+            arguments = json.dumps({CUSTOM_INPUT: arguments}, ensure_ascii=False)
         if last is None:
             made.append(last := {"role": "assistant", "content": None})
         function = {"name": name, "arguments": arguments}
         last.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-        call_ids.add(call_id)
-    elif kind == "function_call_output":
-        if (call_id := _string(item, "call_id", at)) not in call_ids:
-            raise FieldError(f"{at}: call_id={show(call_id)} is the id of no function_call before it", "input")
-        made.append({"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{at}.output")})
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        call_id, content = _string(item, "call_id", at), _text(item.get("output"), f"{at}.output", is_result=True)
+        made.append({"role": "tool", "tool_call_id": call_id, "content": content})
     else:
         raise FieldError(
             f"{at}={show(item)} is not supported: give a message with the role user, assistant, system or developer, a"
@@ -221,8 +264,11 @@ def _add_item(made: list[dict[str, Any]], call_ids: set[str], item: Any, at: str
         )  # fmt: skip
 
 
-def _text(value: Any, at: str) -> str:
-    """Return a text that is a string or a list of parts, which are joined by newlines as those of a chat."""
+def _text(value: Any, at: str, *, is_result: bool = False) -> str:
+    """Return a text that is a string or a list of parts, which are joined by newlines as those of a chat.
+
+    Images and files are an error; where they are the result of a tool, which the user has not seen, a text says so.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -231,6 +277,8 @@ def _text(value: Any, at: str) -> str:
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        if is_result and kind in ("input_image", "input_file"):
+            text = f"[{kind}: left out, because this model reads text only]"
         if not isinstance(text, str):
             raise FieldError(
                 f"{at}[{i}]={show(part)} is not {{'type': 'input_text', 'text': ...}}: models here read text only",

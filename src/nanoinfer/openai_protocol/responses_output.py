@@ -8,7 +8,9 @@ in chats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
@@ -17,6 +19,7 @@ from nanoinfer.openai_protocol.errors import error_body, status_code
 from nanoinfer.openai_protocol.parts import Part, Parts, Verb, parts_of
 from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
 from nanoinfer.openai_protocol.responses import Decode, chat_logprobs, check_finite, num_values, token_counts, usage
+from nanoinfer.openai_protocol.responses_input import CUSTOM_INPUT
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.utils.json_pieces import Items, encode, json_strings
 
@@ -26,6 +29,7 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _EVENTS = {
     "reasoning": "response.reasoning_text", "text": "response.output_text", "call": "response.function_call_arguments"
 }  # fmt: skip
+_CUSTOM_EVENTS = "response.custom_tool_call_input"
 _CHARS_OF_VALUE = 16
 """Characters of a text that take about as long to write as a number."""
 
@@ -41,12 +45,13 @@ def responses_body(
 ) -> dict[str, Any]:
     """Return the body of a successful response. Args as for `response_body`."""
     (o,) = outputs[0].outputs
-    end, parts = _end(o), parts_of(o)
+    end, parts, custom = _end(o), parts_of(o), _custom_tools(request)
     text = next((part for part in parts if part.kind == "text"), None)
     items = []
     for part in parts:
         status = end["status"] if part is parts[-1] else "completed"
-        items.append(_item(part, request_id, status, _logprobs(request, o.logprobs if part is text else ())))
+        logprobs = _logprobs(request, o.logprobs if part is text else ())
+        items.append(_item(part, request_id, status, custom, logprobs))
     counts = _usage(usage(outputs), outputs[0].num_cached_tokens)
     return _head(request, request_id, model, created) | end | {"output": tuple(items), "usage": counts}
 
@@ -62,7 +67,7 @@ class EventWriter:
     def __init__(
         self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
     ) -> None:
-        self._request, self._id = request, request_id
+        self._request, self._id, self._custom = request, request_id, _custom_tools(request)
         self._head = _head(request, request_id, model, created)
         self._num_events = 0
         self._parts = Parts()
@@ -146,21 +151,30 @@ class EventWriter:
             self._steps += new
             logprobs["logprobs"] = _logprobs(self._request, new if verb == "grow" else self._steps)
         if verb == "begin":
-            item = _item(part, self._id, "in_progress")
+            item = _item(part, self._id, "in_progress", self._custom)
             yield "response.output_item.added", {"output_index": part.index, "item": item}
             if part.kind != "call":
                 yield "response.content_part.added", {**at, "part": _content(part)}
+        elif part.name in self._custom:
+            if verb == "end":  # the text within the JSON of the arguments is known when they are whole
+                item = _item(part, self._id, status, self._custom)
+                yield f"{_CUSTOM_EVENTS}.delta", {**at, "delta": item["input"]}
+                yield f"{_CUSTOM_EVENTS}.done", {**at, "input": item["input"]}
+                yield from self._done(part, item)
         elif verb == "grow":
             yield f"{_EVENTS[part.kind]}.delta", {**at, "delta": text, **logprobs}
         else:
             self._steps = []
             whole = {"name": part.name, "arguments": part.text} if part.kind == "call" else {"text": part.text}
-            item = _item(part, self._id, status, **logprobs)
+            item = _item(part, self._id, status, self._custom, **logprobs)
             yield f"{_EVENTS[part.kind]}.done", {**at, **whole, **logprobs}
             if part.kind != "call":
                 yield "response.content_part.done", {**at, "part": item["content"][0]}
-            yield "response.output_item.done", {"output_index": part.index, "item": item}
-            self._items.append(item)
+            yield from self._done(part, item)
+
+    def _done(self, part: Part, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "response.output_item.done", {"output_index": part.index, "item": item}
+        self._items.append(item)
 
     def _event(self, name: str, fields: Mapping[str, Any], write: Write) -> Iterator[str]:
         yield f"event: {name}\ndata: "
@@ -208,12 +222,29 @@ def _item_id(part: Part, request_id: str) -> str:
     return f"{_PREFIXES[part.kind]}_{request_id}_{part.index}"
 
 
-def _item(part: Part, request_id: str, status: str, logprobs: Items | Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the item of a part. One that is in progress has no content yet."""
+def _custom_tools(request: GenerationRequest) -> Collection[str]:
+    """Return the names of the tools whose input is any text: to the model they are functions of one string."""
+    return [tool.get("name") for tool in request.echoed["tools"] if tool["type"] == "custom"]
+
+
+def _input(arguments: str) -> str:
+    """Return the input of a custom tool: '{"input": "a"}' -> 'a'; of a call that was cut off, the JSON as it is."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        return str(json.loads(arguments)[CUSTOM_INPUT])
+    return arguments
+
+
+def _item(
+    part: Part, request_id: str, status: str, custom: Collection[str], logprobs: Items | Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Return the item of a part. One that is in progress has no content yet. `custom`: names of custom tools."""
     content = () if status == "in_progress" else (_content(part, logprobs),)
     item: dict[str, Any] = {"id": _item_id(part, request_id), "status": status}
     if part.kind == "call":
-        return item | {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text}
+        item |= {"call_id": part.call_id, "name": part.name}
+        if part.name in custom:
+            return item | {"type": "custom_tool_call", "input": _input(part.text)}
+        return item | {"type": "function_call", "arguments": part.text}
     if part.kind == "reasoning":
         return item | {"type": "reasoning", "summary": (), "content": content, "encrypted_content": None}
     return item | {"type": "message", "role": "assistant", "content": content}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from nanoinfer.server.limits import Quotas
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
+log = logging.getLogger("nanoinfer.server")
 SHAPES: dict[str, Shape] = {**openai_protocol.SHAPES, anthropic_protocol.MESSAGES: anthropic_protocol.SHAPE}
 """Of the routes that generate."""
 MAX_TOKENS = 16
@@ -45,6 +47,7 @@ class Service:
         self.sizes = llm.llm.config.block_size, llm.llm.model.vocab_size
         """The context length, and the number of tokens that may be sampled."""
         self.bodies = Bodies()
+        self._left_out: set[str] = set()  # what a line of the log has named
         self.quotas = Quotas(config)
         self.metrics = Metrics(llm, self.names[0])
         chosen, of_model = config.default_max_tokens, llm.llm.requests.defaults
@@ -74,6 +77,9 @@ class Service:
         """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
         request = SHAPES[url].parse(body, self.defaults.get(url, self.defaults[CHAT]))
         self.check_model(request.model)
+        for what in set(request.left_out) - self._left_out:
+            self._left_out.add(what)
+            log.warning("%s: left out, because this server cannot run it: %s", url, what)
         return request
 
     def start(
