@@ -13,6 +13,12 @@ from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 
 
+def uncached(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return a usage without the number of cached tokens, which depends on the requests before."""
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+
+
 class Client:
     """Sends requests to the application, without a network."""
 

@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra server is not installed")
 from helpers import trained_tokenizers  # noqa: E402
 from helpers.chat import chat_folder  # noqa: E402
 from helpers.models import CHARS, make_folder  # noqa: E402
-from helpers.server_client import Client  # noqa: E402
+from helpers.server_client import Client, uncached  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.core.output_processor import describe  # noqa: E402
 from nanoinfer.errors import TokensExcluded  # noqa: E402
@@ -94,12 +94,6 @@ def test_completions_are_those_of_generate(client: Client, given: dict[str, Any]
     assert joined(chunks, params.n) == shapes(expected, params.n)
     assert {c["object"] for c in chunks} == {"text_completion"}
     assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
-
-
-def uncached(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a usage without the number of cached tokens, which depends on the requests before."""
-    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
-    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
 def joined(chunks: list[dict[str, Any]], count: int, key: str = "text") -> list[tuple[str, str | None]]:
