@@ -147,13 +147,45 @@ def test_malformed_calls_and_results(llm: LLM, messages: list[Any], error: str) 
 
 
 def test_tools_that_cannot_be_used(llm: LLM) -> None:
-    bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/x"}}}}}  # fmt: skip # noqa: E501
-    refuses(lambda: llm.chat(HI, tools=[*TWO, bad], tool_choice="required"), "'bad'")
+    bad = {"name": "bad", "parameters": {"properties": {"a": {"$ref": "#/x"}}}, "strict": True}
+    refuses(lambda: llm.chat(HI, tools=[*TWO, {"function": bad}], tool_choice="required"), "tool 'bad': ")
     refuses(lambda: llm.chat(HI, tools=TWO, tool_choice="sub"), "tool_choice='sub' is unknown")
     refuses(lambda: llm.chat(HI, tool_choice="required"), "tool_choice='required' needs tools")
     refuses(lambda: llm.chat(HI, tools=[*TWO, TWO[0]]), "tools[2]: name='add' is the name of another tool")
     refuses(lambda: llm.chat(HI, tools=TWO, chat_template_kwargs={"tools": []}), "tools is given twice")
     refuses(lambda: llm.chat(HI, parallel_tool_calls=1), "parallel_tool_calls=1 is not a bool")
+
+
+UNCOMPILED: dict[str, dict[str, Any]] = {
+    "unsatisfiable": {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 4}}, "required": ["a"]},
+    "regex": {"properties": {"a": {"type": "string", "pattern": "("}}},
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_that_cannot_be_compiled_takes_any_object(
+    llm: LLM, choice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tools stay constrained. Each tool has one warning."""
+    tools = [{"function": {"name": f"{name}_{choice}", "parameters": s}} for name, s in UNCOMPILED.items()]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, n=4)
+    options: dict[str, Any] = {**CALLS, "tools": [*TWO, *tools], "tool_choice": choice}
+    for _ in range(2):
+        for o in llm.chat(HI, params, **options)[0].outputs:
+            assert o.error is None
+            assert o.message is not None
+            for call in o.message.tool_calls if o.finish_reason == "stop" else ():
+                assert type(json.loads(call.arguments)) is dict
+                if call.name in ("add", "weather"):
+                    check_call(call.name, call.arguments, TWO)
+    named = {**options, "tool_choice": f"regex_{choice}"}
+    (output,) = llm.chat(HI, params, **named)
+    assert all(o.text.startswith(f'<tool_call>\n{{"name": "regex_{choice}"') for o in output.outputs)
+    warnings = [r.getMessage().partition(": the arguments of its calls may be any object: ") for r in caplog.records]
+    assert [(tool, why[:20]) for tool, _, why in warnings if why] == [
+        (f"tool 'unsatisfiable_{choice}'", "failed to compile JS"),
+        (f"tool 'regex_{choice}'", "failed to compile JS"),
+    ]
 
 
 # Reasoning ----------------------------------------------------------------------------------------------------
@@ -252,7 +284,7 @@ def test_deltas_of_async_llm_are_the_message(llm: LLM) -> None:
 
 def test_a_failing_request_disturbs_no_other(llm: LLM) -> None:
     expected = message(llm.chat(HI, PARAMS, tool_choice="add", **CALLS)[0]).tool_calls[0]
-    bad = [{"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/x"}}}}}]  # fmt: skip # noqa: E501
+    bad = [{"function": {"name": "bad", "parameters": {"properties": {"a": {"$ref": "#/x"}}}, "strict": True}}]
 
     async def ask(async_llm: AsyncLLM, **options: Any) -> Any:
         async for output in async_llm.chat(HI, PARAMS, output_kind="final_only", **options):

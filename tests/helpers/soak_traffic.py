@@ -457,8 +457,9 @@ class Abuser:
         deep: dict[str, Any] = {"type": "null"}
         for _ in range(60):
             deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
-        for refused in (tools, tools[:1] * 2, [tool("a b", {})], [tool("a", {"b": {"$ref": "#/x"}})]):
+        for refused in (tools, tools[:1] * 2, [tool("a b", {})]):
             self.post(CHAT, {**body, "tools": refused}, 400)
+        self.post(CHAT, {**body, "tools": [tool(f"a{number}", {"b": {"$ref": "#/x"}})]}, 200)
         self.post(CHAT, {**body, "tools": [tool("deep", {"a": deep})]}, 200, 400)
 
     def many_choices(self) -> None:

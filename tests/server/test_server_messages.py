@@ -390,7 +390,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema=None is not a JSON schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0]: name='a b' is not 1 to 64"),
     ({"tools": [{**TOOLS[0], "input_example": []}]}, "tools[0]: the field 'input_example' is not supported"),
-    ({"tools": [*TOOLS, {"name": "f", "input_schema": {"properties": {"a": {"$ref": "#/x"}}}}]}, "tools: tool 'f'"),
+    ({"tools": [*TOOLS, {"name": "f", "input_schema": {"type": "array"}}]}, "tools[2]: parameters={'type': "),
     ({"tool_choice": {"type": "any"}}, "tool_choice.type='any' needs tools"),
     ({"tool_choice": "auto"}, "tool_choice='auto' is not an object"),
     ({"tool_choice": {"type": "sub"}}, "tool_choice={'type': 'sub'} is not supported: its type is auto, any"),

@@ -194,9 +194,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [as_tool({"type": "object"}, name="a b")]}, "tools", "name='a b' is not 1 to 64"),
     ({"tools": [as_tool({"type": "object", "properties": {"a": {"type": "object", "x": "y" * 70_000}}})]}, "tools",
      "the limit is 65536"),
-    ({"tools": [*TWO, as_tool({"type": "object", "properties": {"a": {"$ref": "#/x"}}})], "tool_choice": "required"},
-     "tools", "'f'"),
-    ({"tools": [*TWO, as_tool({"type": "object", "properties": {"a": {"$ref": "#/x"}}})]}, "tools", "'f'"),
+    ({"tools": [*TWO, as_tool({"properties": {"a": {"$ref": "#/x"}}}, strict=True)]}, "tools", "'f'"),
     ({"thinking_token_budget": -1}, "thinking_token_budget", "thinking_token_budget=-1"),
     ({"enable_thinking": 1}, "enable_thinking", "enable_thinking=1 is not a bool"),
     ({"reasoning_effort": 1}, "reasoning_effort", "reasoning_effort=1"),
@@ -224,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (has({"allOf": [{"anyOf": [{"minimum": i + j} for i in range(12)]} for j in range(12)]}), "too large"),
     ({"type": "object", "properties": [1]}, "properties=[1] is not an object"),
 ]
-"""Schemas that cannot be compiled, and the reason."""
+"""Schemas that cannot be compiled, and the reason, which tools with `strict` are refused for."""
 COMPILED: list[dict[str, Any]] = [
     has({"$ref": "#/properties/a"}),
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
@@ -241,15 +239,25 @@ def test_hostile_schemas_disturb_no_neighbour(client: Client) -> None:
     good = {"messages": HI, "tool_choice": "required", **CALLS, **SAMPLED}
     expected = calls_of(client.post(CHAT, **good)["choices"][0])
     assert expected
-    bodies = [{**good, "tools": [*TWO, as_tool(s)], "tool_choice": c} for s, _ in REFUSED for c in ("auto", "required")]
+    bodies = [
+        {**good, "tools": [*TWO, as_tool(schema, strict=strict)], "tool_choice": choice}
+        for schema, _ in REFUSED
+        for strict, choice in ((True, "required"), (False, "auto"))
+    ]
     named = {"function": {"name": "f"}}
     bodies += [{**good, "tools": [*TWO, as_tool(schema)], "tool_choice": named} for schema in COMPILED]
     with ThreadPoolExecutor(4) as pool:
-        hostile = [pool.submit(client.request, "POST", CHAT, json={**body, "max_tokens": 20}) for body in bodies]
+        hostile = [
+            pool.submit(client.request, "POST", CHAT, json={**body, "max_tokens": 20, "overflow": "slide"})
+            for body in bodies
+        ]
         neighbours = [pool.submit(client.post, CHAT, **good) for _ in bodies]
         for i, response in enumerate(made.result() for made in hostile):
             if i >= 2 * len(REFUSED):
                 assert (response.status_code, response.json()["choices"][0]["finish_reason"]) == (200, "length")
+                continue
+            if i % 2:
+                assert response.status_code == 200, response.text
                 continue
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "tools")

@@ -145,6 +145,41 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
 }
 
+KIND = {kind: properties(x) | {"properties": {"kind": {"const": kind}, x: INTEGER}} for kind, x in ("ax", "by", "cz")}
+CASES |= {
+    # As pydantic writes Annotated[A | B, Field(discriminator="kind")], whose kinds have defaults, and an A | (B | C).
+    "discriminated union": (
+        {"type": "object", "properties": {"p": {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"oneOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]}],
+            "discriminator": {"propertyName": "kind", "mapping": {"a": "#/$defs/a", "b": "#/$defs/b"}},
+        }}, "required": ["p"], "$defs": KIND},
+        [{"p": {"kind": "a", "x": 1}}, {"p": {"kind": "b", "y": 1}}, {"p": {"kind": "c", "z": 1}}],
+        [{"p": {"x": 1}}, {"p": {"kind": "a", "y": 1}}, {"p": {"kind": "a", "x": 1, "z": 1}}, {"p": {}}],
+    ),
+    # As zod 4 writes z.record(z.string(), ...), of an enum, z.partialRecord, of z.string().regex(...).
+    "record": (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": INTEGER},
+        [{}, {"any": 1}],
+        [{"any": "x"}],
+    ),
+    "record of an enum": (
+        {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER,
+         "required": ["a", "b"]},
+        [{"a": 1, "b": 1}],
+        [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": "x", "b": 1}],
+    ),
+    "record of a constant by reference": (
+        {"propertyNames": {"$ref": "#/$defs/k"}, "additionalProperties": INTEGER, "$defs": {"k": {"const": "a"}}},
+        [{}, {"a": 1}],
+        [{"b": 1}],
+    ),
+    "record of a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^a+$"}, "additionalProperties": INTEGER},
+        [{}, {"a": 1, "aa": 1}],
+        [{"b": 1}, {"a": "x"}],
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_which_objects_are_closed(compiler: Grammars, name: str) -> None:

@@ -187,7 +187,7 @@ class BatchRunner:
             options = ChatOptions(self._options.chat_template, **given.template)
             chat = chat_prompt(self._llm.formatter, as_conversation(given.messages), options, given.params)
             prompts = [{"prompt_token_ids": self._llm.requests.fit(chat.text, given.params, rendered=True)}]
-            chat.compile(self._llm.requests)
+            chat = chat.compiled(self._llm.requests)
             base, entry.answers = chat.params, None if chat.answers.plain else chat.answers
         params = [base] * len(prompts)
         if given.params.seed is None:

@@ -221,7 +221,7 @@ class AsyncLLM(AsyncPoolingMethods):
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
             if chat is not None:
-                chat.compile(factory)
+                params = chat.compiled(factory).params
         request = factory.make(found, params, salt=salts[0], priority=priority)
         request.prompt = text
         if reader is not None:

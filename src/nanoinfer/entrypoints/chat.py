@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, cast
@@ -20,13 +20,14 @@ from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.grammar import to_grammar
+from nanoinfer.inputs.answers.lenient import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
 
 QUICK_SIZE = 1 << 12
@@ -90,23 +91,50 @@ class ChatPrompt:
     text: str
     params: Params
     answers: Answers
+    make_grammar: Callable[[], StructuredOutputsParams | None] = lambda: None
+    """Returns the grammar of `params`, with the tools as they are constrained now."""
+    content: StructuredOutputsParams | None = None
+    """What the content must match."""
 
-    def compile(self, requests: RequestFactory) -> None:
-        """Compile the grammar of calls. Raises NanoinferError with the name of the tool that cannot be compiled."""
-        if not self.answers.constrained:
-            return
-        try:
-            requests.compile(cast(Any, self.params).structured_outputs)
-        except NanoinferError as e:
-            until = time.monotonic() + EXPLAIN_SEC
-            for tool in self.answers.tools:
-                if time.monotonic() > until:
-                    break
+    def compiled(self, requests: RequestFactory) -> ChatPrompt:
+        """Compile the grammar of calls; return the chat with the grammar that is used.
+
+        Tools whose grammar cannot be compiled are no longer constrained, but for those with `strict`.
+
+        Raises:
+            NanoinferError: a tool with `strict`, or the content's grammar, cannot be compiled.
+        """
+        chat = self
+        while self.answers.constrained:
+            try:
+                requests.compile(cast(Any, chat.params).structured_outputs)
+                break
+            except NanoinferError as e:
+                if self.content is not None:
+                    requests.compile(self.content)
+                if not self._release(requests, e):
+                    raise NanoinferError(f"tools: {_without_field(e)}") from None
+                params = replace(cast(SamplingParams, chat.params), structured_outputs=self.make_grammar())
+                chat = replace(chat, params=params)
+        return chat
+
+    def _release(self, requests: RequestFactory, error: NanoinferError) -> bool:
+        """Release the tools whose grammar cannot be compiled alone, else all; return whether there are any."""
+        answers, until = self.answers, time.monotonic() + EXPLAIN_SEC
+        lenient, loose, faulty = answers.formatter.lenient_tools, [], []
+        for tool, made in zip(answers.tools, lenient.of(answers.tools, answers.format), strict=True):
+            if tool.strict or made.parameters != ANY_OBJECT:
+                loose += [] if tool.strict else [(tool, error)]
                 try:
-                    requests.compile(cast(Any, to_grammar(self.answers.format, [tool], tool.name)))
-                except NanoinferError as found:
-                    raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(found)}") from None
-            raise NanoinferError(f"tools: {_without_field(e)}") from None
+                    if time.monotonic() < until:
+                        requests.compile(cast(Any, to_grammar(answers.format, [made], tool.name)))
+                except NanoinferError as e:
+                    if tool.strict:
+                        raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(e)}") from None
+                    faulty.append((tool, e))
+        for tool, why in faulty or loose:
+            lenient.release(tool, answers.format, _without_field(why))
+        return bool(loose)
 
 
 def chat_prompt(
@@ -130,16 +158,20 @@ def chat_prompt(
             raise NanoinferError(f"thinking_token_budget={budget}: the chat template has no reasoning: leave it out")
         budget = None
     answer = params.structured_outputs if isinstance(params, SamplingParams) else None
-    grammar = to_grammar(
-        format,
-        tools,
-        choice,
-        parallel=options.parallel_tool_calls,
-        answer=answer,
-        in_reasoning=in_reasoning,
-        thinking_budget=budget,
-        special_tokens=formatter.special_tokens,
-    )
+
+    def make_grammar() -> StructuredOutputsParams | None:
+        return to_grammar(
+            format,
+            formatter.lenient_tools.of(tools, format) if choice != "none" else tools,
+            choice,
+            parallel=options.parallel_tool_calls,
+            answer=answer,
+            in_reasoning=in_reasoning,
+            thinking_budget=budget,
+            special_tokens=formatter.special_tokens,
+        )
+
+    grammar = make_grammar()
     free = choice in ("none", "auto") and answer is None and budget is None
     if grammar is not None and grammar is not answer and free and find_spec("llguidance") is None:
         log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
@@ -153,7 +185,7 @@ def chat_prompt(
         params = replace(params, structured_outputs=grammar, skip_special_tokens=hides)
     elif grammar is not None:
         raise NanoinferError("a beam search cannot call tools, or end reasoning: give SamplingParams")
-    return ChatPrompt(text, params, answers)
+    return ChatPrompt(text, params, answers, make_grammar, answer)
 
 
 def _is_special(format: AnswerFormat, special_tokens: Collection[str]) -> bool:

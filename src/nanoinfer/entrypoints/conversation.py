@@ -170,7 +170,7 @@ class Conversation:
             )
         first, text, token_ids = self._fit(messages, params, options)
         prompt = chat_prompt(self._formatter, text, options, params)
-        prompt.compile(self._requests)
+        prompt = prompt.compiled(self._requests)
         request = self._requests.make(token_ids, prompt.params)
         if first > self._first:
             log.warning(

@@ -265,9 +265,9 @@ class LLM(PoolingMethods):
         prompts, tokens = [], []
         for i, (conversation, params) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many), "conversation"):
-                prompts.append(prompt := chat_prompt(self.formatter, conversation, given, params))
+                prompt = chat_prompt(self.formatter, conversation, given, params)
                 tokens.append({"prompt_token_ids": self.requests.fit(prompt.text, params, rendered=True)})
-                prompt.compile(self.requests)
+                prompts.append(prompt.compiled(self.requests))
         outputs = self.generate(tokens, [prompt.params for prompt in prompts], use_tqdm=use_tqdm)
         return [
             replace(AnswerReader(prompt.answers).read(output), prompt=prompt.text)

@@ -11,6 +11,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.lenient import LenientTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
 from nanoinfer.inputs.messages import Message, is_list, with_arguments
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
@@ -121,6 +122,7 @@ class ChatFormatter:
         self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
         self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
         self._special_tokens: Mapping[str, int] | None = None
+        self.lenient_tools = LenientTools()
         self._warned = False  # that a template does not show the tools
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:

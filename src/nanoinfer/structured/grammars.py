@@ -153,6 +153,7 @@ def to_text(wanted: StructuredOutputsParams) -> str:
     """Return the grammar in Lark, or as it was given. Raises NanoinferError if a schema is not JSON."""
     if wanted.json is not None or wanted.json_object:
         schema: dict[str, Any] = {"type": "object"} if wanted.json is None else _schema(str(wanted.json))
+        schemas.rewrite(schema)
         if wanted.disable_additional_properties:
             schemas.close(schema)
         schemas.check(schema)

@@ -1,4 +1,4 @@
-"""JSON schemas before they are compiled: objects are closed, and objects that cannot be generated are refused.
+"""JSON schemas before they are compiled: they are rewritten for llguidance, objects are closed, or refused.
 
 By JSON Schema's default, an object may have properties that its schema does not list, so a model can add properties
 without end. `close` adds "additionalProperties": false to objects that list theirs, as pydantic's schemas do. What the
@@ -41,8 +41,10 @@ def _are_strings(value: Any) -> bool:
 _TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_MAPS, lambda v: isinstance(v, dict), "an object"),
     (("allOf", "anyOf", "oneOf", "enum"), lambda v: isinstance(v, list), "a list"),
-    (("pattern", "$ref"), lambda v: isinstance(v, str), "a string"),
+    (("pattern", "format", "$ref"), lambda v: isinstance(v, str), "a string"),
     (("minItems", "maxItems", "minLength", "maxLength"), lambda v: type(v) is int and v >= 0, "an integer from 0"),
+    (("minimum", "maximum", "multipleOf"), lambda v: type(v) in (int, float), "a number"),
+    (("exclusiveMinimum", "exclusiveMaximum"), lambda v: type(v) in (int, float, bool), "a number"),
     (("required",), _are_strings, "a list of strings"),
     (("type",), lambda v: isinstance(v, str) or _are_strings(v), "a string or a list of strings"),
 )
@@ -66,6 +68,82 @@ def close(root: Schema) -> None:
             schema["additionalProperties"] = False
 
 
+def rewrite(root: Schema) -> None:
+    """Write what llguidance does not support by what it does, in place: other texts, the same meaning.
+
+    oneOf            anyOf, where the options are objects with different constants of one property, which becomes
+                     required: pydantic's discriminated unions
+    propertyNames    properties or patternProperties, where the names are listed or match a pattern: records of zod
+    """
+    for schema in reachable(root, [root]):
+        names = schema.get("propertyNames")
+        names = target(root, names["$ref"]) if isinstance(names, dict) and names.keys() == {"$ref"} else names
+        if isinstance(names, dict):
+            _rewrite_names(schema, names)
+        leaves = [_leaves(root, option) for option in _items(schema, "oneOf")]
+        if "anyOf" not in schema and (name := _discriminator(leaves)) is not None:
+            for leaf in (leaf for some in leaves for leaf in some):
+                leaf["required"] = list(dict.fromkeys([*_required(leaf), name]))
+            items = [("anyOf" if key == "oneOf" else key, value) for key, value in schema.items()]
+            schema.clear()  # the order of keywords is that of properties
+            schema.update(items)
+
+
+def _rewrite_names(schema: Schema, names: Schema) -> None:
+    """Rewrite "propertyNames" of an object. Args: names: their schema."""
+    kept = names.keys() - {"type", "title", "description"}
+    rest = schema.get("additionalProperties", {})
+    if not kept and names.get("type", "string") == "string":
+        del schema["propertyNames"]
+    elif kept <= {"enum", "const"} and "patternProperties" not in schema:
+        known = _properties(schema)
+        listed = {name: known.get(name, rest) for name in _constants(names) if isinstance(name, str)}
+        schema |= {"properties": listed, "additionalProperties": False}
+        del schema["propertyNames"]
+    elif kept == {"pattern"} and "properties" not in schema and "patternProperties" not in schema:
+        schema |= {"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}
+        del schema["propertyNames"]
+
+
+def _leaves(root: Schema, option: Any) -> list[Schema]:
+    """Return the objects that an option is one of: references and further options are followed, each once."""
+    leaves: list[Schema] = []
+    left, followed = [option], set[int]()
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict) or id(part) in followed:
+            return []
+        followed.add(id(part))
+        if (found := target(root, part.get("$ref"))) is not None:
+            left.append(found)
+        elif several := _items(part, "oneOf") or _items(part, "anyOf"):
+            left += several
+        elif part.get("type") == "object":
+            leaves.append(part)
+        else:
+            return []
+    return leaves
+
+
+def _discriminator(options: list[list[Schema]]) -> str | None:
+    """Return a property whose constants differ from option to option, each of which is one of some objects."""
+    if not options or not all(options):
+        return None
+    for name in _properties(options[0][0]):
+        values = [[_constants(_properties(leaf).get(name)) for leaf in leaves] for leaves in options]
+        sets = [{json.dumps(value) for some in each for value in some} for each in values]
+        if all(all(each) for each in values) and sum(map(len, sets)) == len(set().union(*sets)):
+            return name
+    return None
+
+
+def _constants(schema: Any) -> list[Any]:
+    """Return the values that a schema lists; none if it does not."""
+    if not isinstance(schema, dict):
+        return []
+    return [schema["const"]] if "const" in schema else _items(schema, "enum")
+
+
 def check(root: Schema) -> None:
     """Raise NanoinferError if an object of a schema has more optional properties in a row than can be generated."""
     for schema in reachable(root, [root]):
@@ -86,12 +164,20 @@ def check(root: Schema) -> None:
 
 def check_types(schema: Schema) -> None:
     """Raise NanoinferError for a keyword with a value of a wrong type. Limits that are floats become int, in place."""
+    for key, what in wrong_types(schema):
+        raise NanoinferError(f"parameters: {key}={show(schema[key])} is not {what}: correct the schema")
+
+
+def wrong_types(schema: Schema) -> list[tuple[str, str]]:
+    """Return the keywords with a value of a wrong type, each with what it must be. Floats change as above."""
+    wrong = []
     for keys, is_valid, what in _TYPES:
         for key in keys:
             if isinstance(value := schema.get(key), float) and value.is_integer():
                 value = schema[key] = int(value)
             if key in schema and not is_valid(value):
-                raise NanoinferError(f"parameters: {key}={show(value)} is not {what}: correct the schema")
+                wrong.append((key, what))
+    return wrong
 
 
 def gather(root: Schema) -> None:
@@ -151,6 +237,11 @@ def target(root: Schema, reference: Any) -> Schema | None:
         else:
             return None
     return found if isinstance(found, dict) else None
+
+
+def _properties(schema: Schema) -> Schema:
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
 
 
 def _required(schema: Schema) -> list[str]:

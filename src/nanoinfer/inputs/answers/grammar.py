@@ -95,10 +95,7 @@ class _Answer:
         self._parallel = parallel and f.parallel
         for tool in tools:
             with about(f"tool {tool.name!r}"):
-                try:
-                    arguments = Arguments(lark, f, own(tool.parameters)).rule()
-                except RecursionError:  # of references
-                    raise NanoinferError("parameters nest too deep: use fewer levels") from None
+                arguments = Arguments(lark, f, own(tool.parameters)).rule()
             self._openings.append(f.before_name + tool.name + f.after_name)
             self._bodies.append(lark.rule(f"{arguments} {lark.literal(f.after_arguments)}"))
 

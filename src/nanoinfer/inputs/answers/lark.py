@@ -44,6 +44,7 @@ def own(schema: Mapping[str, Any]) -> dict[str, Any]:
         schemas.check_types(part)
         for key in ANNOTATIONS:
             part.pop(key, None)
+    schemas.rewrite(copy)
     schemas.gather(copy)
     for _ in range(MAX_LINKS):
         root = schemas.target(copy, copy.get("$ref"))
@@ -141,7 +142,13 @@ class Arguments:
 
     def rule(self) -> str:
         """Return the rule of the arguments. Raises NanoinferError if the notation cannot express the schema."""
-        notation, schema = self._format.notation, self._root
+        try:
+            return self._rule(self._root)
+        except RecursionError:  # of references
+            raise NanoinferError("parameters nest too deep: use fewer levels") from None
+
+    def _rule(self, schema: dict[str, Any]) -> str:
+        notation = self._format.notation
         if notation == "json":
             return self._lark.json(schema)
         if notation == "gemma":
