@@ -76,6 +76,28 @@ def test_a_written_config_reads_as_the_same(model_type: str, tmp_path: Path) -> 
     assert config.family == model_type
 
 
+TEXT_CONFIGS: list[tuple[str, object, object, tuple[int, ...]]] = [
+    ("gemma3", 1, [1, 6], (1, 6)),
+    ("gemma3", None, 6, (6,)),
+    ("gemma3", [4, 5], None, (4, 5)),
+    ("mistral3", ..., ..., (2,)),  # the default of transformers' class
+    ("mistral3", ..., 3, (3,)),
+]
+
+
+@pytest.mark.parametrize("kind,text,whole,expected", TEXT_CONFIGS)
+def test_the_end_tokens_of_a_text_config_and_of_the_whole_are_kept(
+    kind: str, text: object, whole: object, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": kind, "text_config": SHAPE | ({} if text is ... else {"eos_token_id": text})}
+            | ({} if whole is ... else {"eos_token_id": whole})
+        )
+    )
+    assert hf_config.read(tmp_path / "config.json").eos_token_ids == expected
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 def test_rotary_parameters_have_the_forms_of_transformers_4_and_5(model_type: str, tmp_path: Path) -> None:
     new = LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32}

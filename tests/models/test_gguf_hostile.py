@@ -174,9 +174,9 @@ def test_strings_of_all_lengths_are_read_across_chunks(tmp_path: Path, monkeypat
 
 
 COUNTS: dict[str, tuple[dict[str, Any], str]] = {
-    "tokens": ({"tokens": ["a"] * 9}, "tokenizer.ggml.tokens has 9 values, but token_embd.weight has 8 rows"),
-    "scores": ({"scores": np.zeros(9, np.float32)}, "tokenizer.ggml.scores has 9 values, but token_embd.weight has 8"),
-    "types": ({"token_type": np.ones(9, np.int32)}, "tokenizer.ggml.token_type has 9 values"),
+    "tokens": ({"tokens": ["a"] * 1033}, "tokenizer.ggml.tokens has 1033 values, but token_embd.weight has 8 rows"),
+    "scores": ({"scores": np.zeros(1033, np.float32)}, "tokenizer.ggml.scores has 1033 values, but token_embd.weight"),
+    "types": ({"token_type": np.ones(1033, np.int32)}, "tokenizer.ggml.token_type has 1033 values"),
     "merges": ({"merges": ["a b"] * 33}, "tokenizer.ggml.merges has 33 values, the limit for 8 tokens is 32"),
 }
 

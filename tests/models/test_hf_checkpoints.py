@@ -255,7 +255,7 @@ def test_all_end_tokens_are_kept(tiny_folder: Path, value: object, expected: tup
 
 @pytest.mark.parametrize(
     "content,expected",
-    [({"eos_token_id": [8, 9]}, (8, 9)), ({"eos_token_id": 8}, (8,)), ({"eos_token_id": None}, (3,)), ({}, (3,))],
+    [({"eos_token_id": [8, 3]}, (8, 3)), ({"eos_token_id": 8}, (8, 3)), ({"eos_token_id": None}, (3,)), ({}, (3,))],
 )
 def test_generation_config_says_which_tokens_end(tiny_folder: Path, content: object, expected: object) -> None:
     edit_config(tiny_folder, eos_token_id=3)

@@ -8,9 +8,11 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import models
 
 from helpers.errors import refuses
 from helpers.gguf_files import tiny_gguf
@@ -21,7 +23,7 @@ from nanoinfer.models.checkpoints.huggingface import save
 from nanoinfer.models.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
+from nanoinfer.models.tokenizers import CharTokenizer, byte_level, char_to_json
 from nanoinfer.roofline.shapes import find_shape
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
@@ -413,6 +415,28 @@ def test_a_tokenizer_larger_than_the_vocabulary(tiny_folder: Path, tmp_path: Pat
     path.write_text(char_to_json(CHARS + "é"))
     words = [f"{TINY.vocab_size + 1} tokens", str(TINY.vocab_size), "use the tokenizer that the model was trained with"]
     refuses(lambda: load_model(str(tiny_folder), tokenizer=None if own else str(path)), *words)
+
+
+@pytest.mark.parametrize("gguf", [True, False])
+def test_added_tokens_without_a_row_are_refused_in_a_prompt(gguf: bool, tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one, for images; fine-tunes add [PAD]. They are never sampled."""
+    core = byte_level(models.BPE({c: i for i, c in enumerate("abcdefgh")}, []))
+    core.add_tokens(["<x>"])
+    if gguf:
+        tokens, kinds = [*"abcdefgh", "<x>"], np.array([1] * 8 + [4], np.int32)
+        name = tiny_gguf(tmp_path / "model.gguf", tokens=tokens, token_type=kinds, eos_token_id=8)
+        wrong = tiny_gguf(tmp_path / "wrong.gguf", tokens=tokens, token_type=kinds - 3 * (kinds == 4))
+        refuses(lambda: load_model(str(wrong)), "9 tokens", "only 8", "use the tokenizer")
+    else:
+        name = make_folder(tmp_path / "model", replace(TINY, vocab_size=8))
+        (name / "tokenizer.json").write_text(core.to_str())
+    llm = LLM(str(name), engine="static", max_num_seqs=1)
+    assert (llm.model.vocab_size, llm.config.eos_token_ids) == (8, () if gguf else TINY.eos_token_ids)
+    for call in (llm.generate, llm.tokenize, llm.perplexity):
+        refuses(lambda call=call: call("ab<x>c"), "no row for token 8, '<x>'")  # type: ignore[misc, operator]
+    assert llm.tokenize("abc") == [0, 1, 2]
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=-1)
+    assert set(llm.generate("ab", params)[0].outputs[0].logprobs[0]) == set(range(8))  # type: ignore[index]
 
 
 def test_a_tokenizer_smaller_than_the_vocabulary_is_fine(tiny_folder: Path) -> None:

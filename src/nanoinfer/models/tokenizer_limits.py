@@ -21,6 +21,8 @@ MAX_MERGE_WORK = 1 << 30
 """Sum of the squares of the tokens' lengths, where merges are not stored; Gemma's is 30 million."""
 MAX_TOKENS = 1 << 19
 """Tokens of a vocabulary that a file may have: twice Gemma's, the largest known of a language model."""
+MAX_TOKENS_WITHOUT_ROW = 1024
+"""Tokens of a GGUF file that the embedding has no row for. Gemma has 1, and fine-tunes add some."""
 MERGES_PER_TOKEN = 4
 """Merges for each token of the vocabulary. Known tokenizers have 1 to 2.3: Llama 3 280,147 for 128,256 tokens."""
 VALUES_PER_TOKEN = 24

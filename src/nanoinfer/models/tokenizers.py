@@ -32,6 +32,7 @@ from nanoinfer.models.tokenizer_limits import (
     described,
 )
 from nanoinfer.utils import processes
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, escaped, parse_json, read_json, read_limited, reason
 
 if TYPE_CHECKING:
@@ -112,7 +113,11 @@ class GenericTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
-        return _encode(self.core, text)
+        ids = _encode(self.core, text)
+        if ids and (last := max(ids)) >= self.vocab_size:
+            token = show(self.core.id_to_token(last))
+            raise NanoinferError(f"the model has no row for token {last}, {token}: remove it from the text")
+        return ids
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least; 0 if no bound is known."""

@@ -22,7 +22,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_splits import SPLITS
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.special_tokens import surround
-from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MERGES_PER_TOKEN
+from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MAX_TOKENS_WITHOUT_ROW, MERGES_PER_TOKEN
 from nanoinfer.models.tokenizers import Tokenizer, byte_level, explained, from_core
 from nanoinfer.utils.checks import as_int, require_int, show
 
@@ -133,7 +133,7 @@ def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
         has = f"{PREFIX}{name} has {sizes[name]} values"
         if sizes[name] > MAX_TOKENS:
             raise NanoinferError(f"{has}; the limit is {MAX_TOKENS}")
-        if vocab_size is not None and sizes[name] > vocab_size:
+        if vocab_size is not None and sizes[name] > vocab_size + MAX_TOKENS_WITHOUT_ROW:
             raise NanoinferError(f"{has}, but token_embd.weight has {vocab_size} rows: convert the model again")
     if sizes["merges"] > (limit := MERGES_PER_TOKEN * (vocab_size or sizes["tokens"])):
         many = f"{PREFIX}merges has {sizes['merges']} values"
@@ -160,6 +160,7 @@ def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | No
     names = _ends_by_name(metadata)
     ends = dict.fromkeys([*found.values(), *(i for i, token in enumerate(tokens) if token in names)])
     message = None if "<|end|>" in names or "<|end|>" not in tokens else tokens.index("<|end|>")
+    bos = None if bos is None or bos >= vocab_size else bos
     return bos, tuple(i for i in ends if i < vocab_size and i != message)
 
 

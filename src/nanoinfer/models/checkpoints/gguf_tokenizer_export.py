@@ -64,11 +64,12 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
     if model["type"] != "BPE":
         raise NanoinferError(f"the tokenizer is of the type {model['type']}: only BPE can be written")
     tokens, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], np.full(config.vocab_size, UNUSED, np.int32)
-    ids: dict[str, int] = core.get_vocab(with_added_tokens=True)
+    ids: dict[str, int] = {t: i for t, i in core.get_vocab(with_added_tokens=True).items() if i < config.vocab_size}
     for token, i in ids.items():
         tokens[i], kinds[i] = token, NORMAL
     for i, added in core.get_added_tokens_decoder().items():
-        kinds[i] = CONTROL if added.special else USER_DEFINED
+        if i < config.vocab_size:
+            kinds[i] = CONTROL if added.special else USER_DEFINED
     found: dict[str, Value] = {"tokens": tokens, "token_type": kinds}
     found |= _special_ids(tokenizer, config, special_tokens, ids)
     prefixes = [{"add_space_prefix": False}]

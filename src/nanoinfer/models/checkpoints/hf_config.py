@@ -25,6 +25,8 @@ WITH_IMAGES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mi
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
 _SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
 _BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+_DEFAULT_ENDS = {"gpt2": 50256, "mistral": 2, "ministral": 2, "ministral3": 2}
+"""End-of-text token of transformers' classes, which published configs of these leave out."""
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
 
@@ -56,8 +58,9 @@ def read(path: Path, quantized: bool = False) -> ModelConfig:
         fields.only("is_causal", True, None)
         fields.only("use_bidirectional_attention", False, None, "vision")  # of images alone
         config = family.read(fields)
+        default_start = 50256 if raw["model_type"] == "gpt2" else None
         tokens: dict[str, Any] = {
-            "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),
+            "bos_token_id": next(iter(_token_ids("bos_token_id", raw.get("bos_token_id", default_start), raw)), None),
             "eos_token_ids": _end_tokens(raw, path.with_name("generation_config.json")),
         }
         config = replace(config, **tokens, rounded_inputs=any(rounds))
@@ -87,24 +90,24 @@ def _text_part(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the config of the text model in that of a model of texts and images."""
     if not isinstance(text := raw.get("text_config"), dict):
         raise NanoinferError(f"{where}: text_config={show(text)} is not an object")
-    return {name: raw[name] for name in _SHARED if name in raw} | {"model_type": WITH_IMAGES[raw["model_type"]]} | text
-
-
-def _special(raw: dict[str, Any], name: str) -> Any:
-    """Return a special token's field; configs of GPT-2 leave out its default."""
-    return raw.get(name, 50256 if raw["model_type"] == "gpt2" else None)
+    ends = [part["eos_token_id"] for part in (text, raw) if part.get("eos_token_id") is not None]
+    both = (
+        {"eos_token_id": [i for found in ends for i in (found if isinstance(found, list) else [found])]} if ends else {}
+    )
+    shared = {name: raw[name] for name in _SHARED if name in raw}
+    return shared | {"model_type": WITH_IMAGES[raw["model_type"]]} | text | both
 
 
 def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
-    """Return the end-of-text tokens of generation_config.json if it has any, else those of config.json.
+    """Return the end-of-text tokens of generation_config.json and config.json together.
 
-    transformers and vLLM stop at the tokens of generation_config.json. Chat models list several there.
+    Chat models list several in the first; some that saved one of the files again have the end of a turn in one alone.
     """
     found = read_object(beside, MAX_CONFIG_BYTES, "a generation config") if beside.is_file() else {}
-    if (value := found.get("eos_token_id")) is not None:
-        with about(escaped(beside)):
-            return _token_ids("eos_token_id", value, raw)
-    return _token_ids("eos_token_id", _special(raw, "eos_token_id"), raw)
+    with about(escaped(beside)):
+        ends = _token_ids("eos_token_id", found.get("eos_token_id"), raw)
+    default = None if ends else _DEFAULT_ENDS.get(raw["model_type"])
+    return tuple(dict.fromkeys([*ends, *_token_ids("eos_token_id", raw.get("eos_token_id", default), raw)]))
 
 
 def _token_ids(name: str, value: Any, raw: dict[str, Any]) -> tuple[int, ...]:

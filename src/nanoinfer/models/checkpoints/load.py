@@ -337,13 +337,18 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
-        raise NanoinferError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {show(name)} has only {config.vocab_size}:"
-            " use the tokenizer that the model was trained with"
-        )
-    if tokenizer.vocab_size < config.vocab_size:
-        log.info(
-            "%s: token ids %d to %d are not in the tokenizer and are never sampled",
-            name, tokenizer.vocab_size, config.vocab_size - 1,
-        )  # fmt: skip
+    """Compare a tokenizer with the rows of the model. Added tokens without a row are left out (Gemma 3 has one)."""
+    size, rows = tokenizer.vocab_size, config.vocab_size
+    if size > rows:
+        core = getattr(tokenizer, "core", None)
+        ids = core.get_vocab(with_added_tokens=True).values() if core is not None else range(size)
+        added = core.get_added_tokens_decoder().keys() if core is not None else set()
+        if not {i for i in ids if i >= rows} <= added - {tokenizer.bos_token_id, *tokenizer.suffix}:
+            raise NanoinferError(
+                f"the tokenizer has {size} tokens, but the model {show(name)} has only {rows}: use the tokenizer that"
+                " the model was trained with"
+            )
+        tokenizer.vocab_size = rows
+        log.info("%s: the model has no rows for tokens %d to %d: they are refused in a prompt", name, rows, size - 1)
+    if size < rows:
+        log.info("%s: token ids %d to %d are not in the tokenizer and are never sampled", name, size, rows - 1)
