@@ -122,9 +122,13 @@ def check_answer(
     assert all(call.name in [tool.name for tool in tools] for call in message.tool_calls), "a call of another tool"
     for call in () if options["constrained"] else message.tool_calls[:-1]:  # the text may end in the last one
         assert isinstance(json.loads(call.arguments), dict), "arguments are no object"
+    if format.has_headers:  # its markers are others than the fields, and a header that is none is content
+        return
     starts = {text.strip() for text in format.spellings("reasoning_start")}
     ends = {text.strip() for text in format.spellings("reasoning_end")} - {""}
-    assert not any(marker in (message.reasoning or "") for marker in ends), "reasoning has its end marker"
+    begins = [format.before_name, *format.spellings("trigger")]  # a marker that begins a call does not end reasoning
+    separate = [end for end in ends if not any(end in text for text in begins)]
+    assert not any(end in (message.reasoning or "") for end in separate), "reasoning has its end marker"
     spoken = starts | ends  # of which one in a text is content
     dropped = {text.strip() for name in ("content_start", "content_end") for text in format.spellings(name)} - {""}
     dropped = {text for text in dropped if not any(text in marker for marker in spoken)}

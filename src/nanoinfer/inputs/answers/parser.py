@@ -59,6 +59,7 @@ class AnswerParser:
         self._format, self._tools, self._constrained = format, {tool.name: tool for tool in tools}, constrained
         self._special_tokens = tuple(special_tokens)
         self._reader, self._built = Reader(), MessageBuilder()
+        self._reasoning_ends = Markers(format.markers("reasoning_end"))
         self._reader.feed(format.opened)
         self._name: str | None = None  # of a call that is not released yet; empty: it is
         self._held: list[str] = []  # of its arguments
@@ -223,7 +224,7 @@ class AnswerParser:
             return True
         text, reader.raw = "".join(reader.raw), None
         if refused and self._in_reasoning:  # which may end within what was read as the call
-            begin, _, _ = Markers(self._format.markers("reasoning_end")).find(text, 0, True)
+            begin, _, _ = self._reasoning_ends.find(text, len(raw), True)
             self._built.write(ReasoningDelta, text[:begin])
             reader.unread(text[begin:])
         elif refused:
