@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -247,6 +248,10 @@ def test_a_malformed_call_is_content(name: str, text: str) -> None:
         ('<tool_call>{"id": 7, "name": "set"}</tool_call>', [("set", {})]),
         ('<tool_call>\n{"name": "set", "parameters": "{\\"on\\": false}"}', [("set", {"on": False})]),
         ('<tool_call>\n{"name": "set", "arguments": {"a": "x\ny"}}', [("set", {"a": "x\ny"})]),
+        (
+            """<tool_call>{'name': 'set', 'arguments': {'a': ['x', "it's", 'it\\'s', None]}}""",
+            [("set", {"a": ["x", "it's", "it's", None]})],
+        ),
     ],
 )
 def test_other_json_than_the_template_writes_is_read(text: str, calls: list[tuple[str, Any]]) -> None:
@@ -265,12 +270,31 @@ def test_types_of_the_schema_decide_what_a_bare_value_is() -> None:
         "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     }
     properties |= {"d": {"$ref": "#/$defs/d"}, "e": {}, "f": {"type": "boolean"}, "g": {"enum": ["1", "2"]}}
+    properties |= {"h": {"type": "array"}, "i": {"type": ["object", "string"]}, "j": {"type": ["string", "null"]}}
     made = Tool("f", "", {"type": "object", "properties": properties, "$defs": {"d": {"type": "number"}}})
     raw = {"a": "12", "b": "12", "c": "null", "d": "1.5", "e": "x y", "f": "True", "g": "1"}
+    raw |= {"h": "['x', 1, None]", "i": "{'k': {'l': True}}", "j": "None", "k": "['x'] and more", "l": "'x'"}
     (name, found), *_ = plain(parse(FORMATS["coder"], write(FORMATS["coder"], [("f", raw)]), tools=[made])[0])[2]
     assert (name, found) == (
-        "f", {"a": "12", "b": 12, "c": None, "d": 1.5, "e": "x y", "f": True, "g": "1"}
+        "f",
+        {"a": "12", "b": 12, "c": None, "d": 1.5, "e": "x y", "f": True, "g": "1", "h": ["x", 1, None],
+         "i": {"k": {"l": True}}, "j": None, "k": "['x'] and more", "l": "'x'"},
     )  # fmt: skip
+
+
+def test_values_in_cdata_sections() -> None:
+    f = replace(FORMATS["coder"], cdata=True)
+    for value, expected in (
+        ("<![CDATA[<a>\n</parameter> </a>]]>", "<a>\n</parameter> </a>"),
+        ("<![CDATA[a", "<![CDATA[a"),
+    ):
+        text = (
+            f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        )
+        calls = [("get_weather", {"city": expected})] if "]]>" in value else []
+        assert plain(parse(f, text, range(len(text)), is_cut=False)[0])[2] == calls
+        constrained, _ = parse(f, text.replace("\n</parameter> ", ""), constrained=True)
+        assert plain(constrained)[2] == [("get_weather", {"city": expected.replace("\n</parameter> ", "")})]
 
 
 def test_reasoning_that_the_prompt_has_opened() -> None:

@@ -62,7 +62,7 @@ def detect(
     if found is None:
         found = _as_described(prober.prompt + " ".join(special_tokens))
         log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    found = replace(found, **prober.texts)
+    found = replace(found, **prober.texts, cdata="<![CDATA[" in template.source)
     if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
         log.warning(
             "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE

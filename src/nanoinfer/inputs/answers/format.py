@@ -56,6 +56,8 @@ class AnswerFormat:
     """... between key and value, ..."""
     after_value: str = ""
     """... and after each value."""
+    cdata: bool = False
+    """Whether values of notation "tagged" may be <![CDATA[...]]>."""
     parallel: bool = True
     """Whether the model can write several calls in one answer."""
     opened: str = ""

@@ -30,6 +30,7 @@ MAX_LINKS = 8
 """References from one to the next that lead from the schema to that of its object."""
 _BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
 _TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
+_PATTERN = re.compile(r"(\^?)((?:\\.|.)*?)(\$?)", re.S)
 
 
 def own(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,8 +213,11 @@ class Arguments:
         if end and not self._lark.is_special(end):
             parts.append(f"~/(?s:.*){regex(end)}(?s:.*)/")
         if isinstance(pattern, str):
-            inner = pattern.replace("/", "\\/").removeprefix("^").removesuffix("$")
-            begin, finish = ("" if pattern[:1] == "^" else "(?s:.*)"), ("" if pattern[-1:] == "$" else "(?s:.*)")
+            match = _PATTERN.fullmatch(pattern)
+            assert match is not None  # it matches any text
+            start, inner, finish = match.groups()
+            inner = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", inner)  # JavaScript writes / as \\/, too
+            begin, finish = ("" if start else "(?s:.*)"), ("" if finish else "(?s:.*)")
             parts.append(f"/{begin}({inner}){finish}/")
         return " & ".join(parts)
 

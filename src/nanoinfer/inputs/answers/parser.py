@@ -24,8 +24,8 @@ from functools import partial
 
 from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.answers.message_builder import MessageBuilder
-from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting
-from nanoinfer.inputs.answers.schema_types import to_json, types_of
+from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting, to_json
+from nanoinfer.inputs.answers.schema_types import types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 
@@ -33,6 +33,7 @@ _NAME = re.compile(r"[\w.-]+")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _HEADER = ("<|start|>", "<|channel|>", "<|constrain|>")
 _MESSAGE_ENDS = Markers(("<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"))
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.S)
 _WORD = re.compile(r"[^\s<]+")
 
 
@@ -257,7 +258,7 @@ class AnswerParser:
             key = yield from values.text()
             yield from reader.expect(":")
             if key == f.name_key and self._name is None:
-                if (yield from reader.next()) != '"':
+                if (yield from reader.next()) not in "\"'":
                     raise Malformed
                 self._named((yield from values.text()))
             elif key in (f.arguments_key, *_ARGUMENT_KEYS) and not has_arguments:
@@ -303,10 +304,12 @@ class AnswerParser:
             key = (yield from reader.text(after_key)).strip()
             yield from reader.piece(rest)
             value = yield from reader.text(after_value)
-            while not self._releases and value.lstrip().startswith("<![CDATA[") and "]]>" not in value:
+            while f.cdata and not self._releases and "]]>" not in value and value.lstrip().startswith("<![CDATA["):
                 value += f.after_value.strip() + (yield from reader.text(after_value))
             if not self._releases and any(other in value for other in others):  # its end is missing
                 raise Malformed
+            if f.cdata and (section := _CDATA.fullmatch(value)) is not None:
+                value = section[1]
             value = value.removeprefix(space_before).removesuffix(space_after)
             made = to_json(value, types_of(tool.parameters, key))
             self._argument(f"{comma}{json.dumps(key, ensure_ascii=False)}: {made}")

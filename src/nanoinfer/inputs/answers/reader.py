@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 from nanoinfer.inputs.answers.format import ID
-from nanoinfer.inputs.answers.schema_types import strict_json
+from nanoinfer.inputs.answers.schema_types import strict_json, type_of
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]
@@ -38,7 +38,7 @@ _PYTHON_ESCAPES = {
     "\n": "",
     "'": "'",
 }
-_QUOTES = {"json": '"', "python": "\"'", "gemma": "<"}
+_QUOTES = {"json": "\"'", "python": "\"'", "gemma": "<"}
 _BARE_KEY = {colon: re.compile(rf"[^\s{colon},()\[\]{{}}\"]+") for colon in ":="}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -294,7 +294,7 @@ class Values:
         ends = Markers([quote] if self._notation == "gemma" else [quote, "\\"])
         self._sink('"')
         while (found := (yield from reader.until(ends, self._sink_text))) == "\\":
-            yield from self._escape()
+            yield from self._escape(python=self._notation == "python" or quote == "'")
         if found is None:
             raise Ended
         self._sink('"')
@@ -302,9 +302,9 @@ class Values:
     def _sink_text(self, text: str) -> None:
         self._sink(json.dumps(text, ensure_ascii=False)[1:-1])
 
-    def _escape(self) -> Waiting[None]:
-        """Read what follows a backslash."""
-        reader, python = self._reader, self._notation == "python"
+    def _escape(self, python: bool) -> Waiting[None]:
+        """Read what follows a backslash. Args: python: whether it may be one of Python's."""
+        reader = self._reader
         kind = yield from reader.one()
         if kind == "u" or (python and kind in _HEX_DIGITS):
             digits = ""
@@ -327,3 +327,38 @@ def is_object(text: str) -> bool:
         return isinstance(strict_json(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def to_json(text: str, permitted: set[str] | None) -> str:
+    """Return a value that was written without quotes as JSON: as it is if its type is permitted, else as a string.
+
+    Lists, dicts and words of Python, such as ['a'] and True, become those of JSON.
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    word = text.strip()
+    if permitted is not None and permitted <= {"string", "null"}:
+        return "null" if "null" in permitted and _WORDS.get(word) == "null" else quoted
+    try:
+        found = type_of(strict_json(word))
+    except (ValueError, RecursionError):
+        if (made := _from_python(word)) is None:
+            return quoted
+        word, found = made, type_of(strict_json(made))
+    if permitted is None or "string" not in permitted or found in permitted:
+        return word
+    return word if found == "integer" and "number" in permitted else quoted
+
+
+def _from_python(text: str) -> str | None:
+    """Return a list, dict or word of Python as JSON; None if a text is none."""
+    if text[:1] not in ("[", "{") and text not in _WORDS:
+        return None
+    reader, parts = Reader(), list[str]()
+    reader.feed(text + "\n")  # which ends a word
+    reader.closed = True
+    try:
+        for _ in Values(reader, "python", parts.append).value():
+            pass
+    except (Ended, Malformed):
+        return None
+    return None if reader.rest().strip() else "".join(parts)

@@ -47,8 +47,9 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.message_builder import MessageBuilder
+from nanoinfer.inputs.answers.reader import to_json
 from nanoinfer.inputs.answers.response_template_worker import PARSERS, answer
-from nanoinfer.inputs.answers.schema_types import to_json, types_of
+from nanoinfer.inputs.answers.schema_types import types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta

@@ -9,7 +9,6 @@ from typing import Any
 from nanoinfer.structured.schemas import target
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
@@ -75,25 +74,6 @@ def listed(schema: Mapping[str, Any]) -> list[Any] | tuple[Any, ...] | None:
 def type_of(value: Any) -> str:
     """Return the JSON type of a value."""
     return _NAMES.get(type(value), "null")
-
-
-def to_json(text: str, permitted: set[str] | None) -> str:
-    """Return a value that was written without quotes as JSON: as it is if its type is permitted, else as a string.
-
-    The words of Python, such as True, become those of JSON.
-    """
-    quoted = json.dumps(text, ensure_ascii=False)
-    word = text.strip()
-    word = _WORDS.get(word, word)
-    if permitted is not None and permitted <= {"string", "null"}:
-        return word if "null" in permitted and word == "null" else quoted
-    try:
-        found = type_of(strict_json(word))
-    except (ValueError, RecursionError):
-        return quoted
-    if permitted is None or "string" not in permitted or found in permitted:
-        return word
-    return word if found == "integer" and "number" in permitted else quoted
 
 
 def strict_json(text: str) -> Any:
