@@ -167,6 +167,28 @@ def test_reasoning_comes_before_calls_within_its_budget(budget: int | None, give
         assert budget is None or len((message.reasoning or "").encode()) <= budget
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", "get"])
+@pytest.mark.parametrize(
+    ("name", "with_special"),
+    [(n, special) for n, special in CASES if FORMATS[n].reasoning_end and not FORMATS[n].has_headers],
+)
+def test_a_call_ends_the_reasoning(name: str, with_special: bool, choice: str) -> None:
+    f, special = FORMATS[name], special_of(name, with_special)
+    for budget, in_reasoning in ((None, True), (None, None), (50, True)):
+        options: dict[str, Any] = {"in_reasoning": in_reasoning, "thinking_budget": budget}
+        grammar = grammar_of(f, SIMPLE, choice, special, **options)
+        for seed, thought in enumerate(("Hm. ", "")):
+            given = f"{'' if in_reasoning else f.reasoning_start}{thought}{write(f, [('get', {'city': 'x'})])}"
+            text, _ = walk(grammar, special, seed, given, 300)
+            assert text.startswith(given)
+            message = parse(f, text, SIMPLE, in_reasoning=in_reasoning is True)
+            assert message.reasoning == (thought.strip() or None)
+            assert (message.tool_calls[0].name, message.tool_calls[0].arguments) == ("get", '{"city": "x"}')
+        given = f"{'' if in_reasoning else f.reasoning_start}Hm.{f.reasoning_end}"
+        message = parse(f, walk(grammar, special, 1, given, 300)[0], SIMPLE, in_reasoning=in_reasoning is True)
+        assert message.reasoning == "Hm."
+
+
 def test_reasoning_may_begin_an_answer() -> None:
     grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "required", in_reasoning=None)
     message = parse(JSON_IN_MARKERS, walk(grammar, [], 1, "<think>Hm.</think>\n")[0], SIMPLE)

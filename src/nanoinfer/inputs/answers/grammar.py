@@ -114,25 +114,40 @@ class _Answer:
             return lark.text(body)
         free = answer is None and choice in ("none", "auto")
         space = "" if free else lark.rule("/[ \\n]{1,4}/", "SPACE") + "?"
-        thought = self._reasoning(thinking_budget)
-        if self._in_reasoning:
-            return lark.text(f"{thought} {space} {body}")
-        return lark.text(f"({lark.literal(f.reasoning_start)} {thought} {space})? {body}")
+        start = "" if self._in_reasoning else lark.literal(f.reasoning_start)
+        calling = bool(self._bodies and f.trigger) and not f.has_headers
+        thought = f"{start} {self._reasoning(thinking_budget, f.trigger if calling else '')} {space}"
+        made = f"{thought} {body}" if self._in_reasoning else f"({thought})? {body}"
+        if calling and thinking_budget != 0:
+            rest = "" if not free else body if self._parallel else self._plain(f.trigger)
+            made += f" | {start} {self._reasoning_with_call(thinking_budget)} {rest}"
+        return lark.text(made)
 
-    def _reasoning(self, budget: int | None) -> str:
-        """Return the rule of the reasoning and its end marker."""
+    def _reasoning(self, budget: int | None, trigger: str) -> str:
+        """Return the rule of the reasoning and its end marker. Args: trigger: that the reasoning does not contain."""
         lark, end = self._lark, self._format.reasoning_end
         if budget is None:
-            return lark.until(end)
+            return lark.until(end, _without(trigger))
         if budget == 0:
             return lark.literal(end)
+        text = lark.rule(_without(trigger), "TEXT")
         if lark.is_special(end):
-            return f"{lark.rule(lark.rule(ANY, 'TEXT'), 'thought', f'[max_tokens={budget}]')} {lark.literal(end)}"
+            return f"{lark.rule(text, 'thought', f'[max_tokens={budget}]')} {lark.literal(end)}"
         # At the budget, llguidance ends the lexeme that stands first in the grammar: that of a text without the marker.
-        unended = lark.rule(f"{ANY} & ~/(?s:.*){regex(end)}(?s:.*)/", "TEXT")
-        cut = lark.rule(unended, "thought", f"[max_tokens={budget}]")
-        ended = lark.rule(lark.rule(ANY, "TEXT"), "thought", f"[max_tokens={budget}, suffix={json.dumps(end)}]")
+        cut = lark.rule(lark.rule(_without(trigger, end), "TEXT"), "thought", f"[max_tokens={budget}]")
+        ended = lark.rule(text, "thought", f"[max_tokens={budget}, suffix={json.dumps(end)}]")
         return lark.rule(f"{cut} {lark.literal(end)} | {ended}")
+
+    def _reasoning_with_call(self, budget: int | None) -> str:
+        """Return the rule of reasoning that calls end, and of these."""
+        f, lark = self._format, self._lark
+        special = lark.is_special(f.trigger)
+        options = [] if budget is None else [f"max_tokens={budget}"]
+        options += [] if special else [f"suffix={json.dumps(f.trigger)}"]
+        thought = lark.rule(_without(f.reasoning_end), "TEXT")
+        if options:
+            thought = lark.rule(thought, "thought", f"[{', '.join(options)}]")
+        return f"{thought}? {self._calls()}" if special else f"{thought} {self._calls(f.trigger)}"
 
     def _structured(self, answer: StructuredOutputsParams) -> str:
         f, lark = self._format, self._lark
@@ -181,11 +196,16 @@ class _Answer:
     def _plain(self, *refused: str) -> str:
         """Return a terminal for text that contains no marker of another part."""
         start = self._format.reasoning_start if self._in_reasoning is None else ""
-        found = "|".join(regex(text.strip()) for text in (*refused, start) if text.strip())
-        return self._lark.rule(f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY, "TEXT")
+        return self._lark.rule(_without(*(text.strip() for text in (*refused, start))), "TEXT")
 
     def _noise(self, *fields: str, one: bool = False) -> str:
         """Return markers between the parts that are special tokens: one of them, or any number."""
         texts = {text for text in self._format.spellings(*fields) if self._lark.is_special(text)}
         made = " | ".join(self._lark.literal(text) for text in sorted(texts))
         return made if one or not made else f"({made})*"
+
+
+def _without(*refused: str) -> str:
+    """Return a terminal's body for any text that does not contain some texts, which may be empty."""
+    found = "|".join(regex(text) for text in refused if text)
+    return f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY
