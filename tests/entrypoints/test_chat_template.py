@@ -15,7 +15,6 @@ import pytest
 
 from helpers.chat_templates import TEMPLATES
 from helpers.errors import refuses
-from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.models import chat_template
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.utils import limited_process
@@ -57,37 +56,6 @@ def test_the_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == str(datetime.now().year)
 
 
-CALLS = "{% for c in m.tool_calls %}<{{ c.function.name }}>{% endfor %}"
-# Written for this test in the styles in which templates read the content of a message that has tool calls.
-NULL_STYLES = {
-    "sum": "{{ m.role + ':' + m['content'] }}" + CALLS,
-    "sum of a variable": "{% set content = m['content'] %}{{ m.role + ':' + content }}" + CALLS,
-    "filter": "{{ m.role }}:{{ m['content'] | trim }}" + CALLS,
-    "output": "{{ m.role }}:{{ m.content }}" + CALLS,
-    "search": "{{ m.role }}:{% if '</think>' in m.content %}thought{% endif %}" + CALLS,
-    "truth": "{{ m.role }}:{% if m.content %}{{ m.content }}{% endif %}" + CALLS,
-    "is string": "{{ m.role }}:{{ m.content if m.content is string else '' }}" + CALLS,
-    "other is none": "{{ m.role }}:{% if m.reasoning_content is not none %}{{ m.content }}{% endif %}" + CALLS,
-    "is none": "{{ m.role }}:{% if m['content'] is none %}" + CALLS + "{% else %}{{ m['content'] }}{% endif %}",
-    "get is none": "{{ m.role }}:{% if m.get('content') is none %}" + CALLS + "{% endif %}",
-    "== none": "{{ m.role }}:{% if m.content == none %}" + CALLS + "{% endif %}",
-    "is not none": "{{ m.role }}:{% if m.content is defined and m.content is not none %}[{{ m.content }}]{% endif %}"
-    + CALLS,
-    "variable is none": "{% set content = m.content %}{{ m.role }}:{% if content is none %}" + CALLS + "{% endif %}",
-}
-
-
-@pytest.mark.parametrize("style", NULL_STYLES)
-@pytest.mark.parametrize("message", [{"content": None}, {}], ids=["null", "missing"])
-def test_a_message_with_tool_calls_needs_no_content(style: str, message: dict[str, Any]) -> None:
-    """It is null for a template that asks whether it is, and empty for all others."""
-    template = ChatTemplate("{% for m in messages %}" + NULL_STYLES[style] + "{% endfor %}")
-    calls = [{"type": "function", "function": {"name": "clock", "arguments": "{}"}}]
-    (checked,) = as_conversation([{"role": "assistant", **message, "tool_calls": calls}])
-    assert template.render([checked]) == "assistant:<clock>"
-    assert checked["content"] is None  # it is the caller's
-
-
 # Hostile templates ------------------------------------------------------------------------------------------------
 
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -103,7 +71,6 @@ HOSTILE = {
     "getitem": ("{{ ''['__class__'].mro() }}", "SecurityError"),
     "namespace": ("{{ namespace(__class__=1) }}", "SecurityError"),
     "namespace-set": ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "SecurityError"),
-    "change": ("{{ messages.append(1) }}", "SecurityError"),
     "import": ("{% import 'os' as os %}", "no loader"),
     "include": ("{% include '/etc/passwd' %}", "no loader"),
     "loops": (LOOPS, "CPU time"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.format import COUNT, HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.tools import Tool
 
@@ -31,7 +31,12 @@ FORMATS = {
     "deepseek": AnswerFormat(
         **THINK, trigger="<｜calls▁begin｜>", calls_start="<｜calls▁begin｜>", calls_end="<｜calls▁end｜>",
         separator="\n", before_name="<｜call▁begin｜>function<｜sep｜>", after_name="\n```json\n",
-        after_arguments="\n```<｜call▁end｜>",
+        after_arguments="\n```<｜call▁end｜>", null_content=True,
+    ),
+    "kimi": AnswerFormat(
+        **THINK, content_start="<|text|>", content_end="<|/text|>", trigger="<|section|>", calls_start="<|section|>",
+        calls_end="<|/section|>", before_name=f"<|invoke|>{ID}<|name|>functions.", after_name=f":{COUNT}<|args|>",
+        after_arguments="<|/invoke|>",
     ),
     "functionary": AnswerFormat(
         trigger="<function=", before_name="<function=", after_name=">", after_arguments="</function>",
@@ -94,12 +99,21 @@ TEMPLATES = {
         "{% if m.reasoning_content %}{{ '[THINK]' + m.reasoning_content + '[/THINK]' }}{% endif %}",
     ),
     "deepseek": template(
-        "{% if m.tool_calls %}{{ '<｜calls▁begin｜>' }}" + _CALLS + "{% if not loop.first %}{{ '\\n' }}{% endif %}"
+        "{% if m.tool_calls and m.content is none %}{{ '<｜calls▁begin｜>' }}"
+        + _CALLS
+        + "{% if not loop.first %}{{ '\\n' }}{% endif %}"
         "{{ '<｜call▁begin｜>function<｜sep｜>' + c.function.name + '\\n```json\\n' }}"
         "{{ c.function.arguments | tojson }}"
         "{{ '\\n```<｜call▁end｜>' }}{% endfor %}{{ '<｜calls▁end｜>' }}{% endif %}",
         "{% set x = '</think>' %}",
         prompt="<think>\\n",
+    ),
+    "kimi": template(
+        "{% if m.tool_calls %}{{ '<|section|>' }}{% set seen = [] %}{% for c in m.tool_calls %}{{ '<|invoke|>' + c.id +"
+        " '<|name|>functions.' + c.function.name ~ ':' ~ seen | length + '<|args|>' }}{% set _ = seen.append(c.id) %}"
+        "{{ (c.function.arguments | tojson) + '<|/invoke|>' }}{% endfor %}{{ '<|/section|>' }}{% endif %}",
+        _THINKING,
+        content="'<|text|>' + m.content + '<|/text|>'",
     ),
     "functionary": template(
         _CALLS + "{{ '<function=' + c.function.name + '>' + (c.function.arguments | tojson) + '</function>' }}"
@@ -163,8 +177,8 @@ def write_call(f: AnswerFormat, name: str, arguments: Mapping[str, Any]) -> str:
     else:
         raw = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
         text = "".join(f.before_key + key + f.after_key + value + f.after_value for key, value in raw.items())
-    made = f.before_name + name + f.after_name + text + f.after_arguments
-    return made.replace(ID, "abcdefghi")
+    head, tail = f"{f.before_name}{name}{f.after_name}", f.after_arguments
+    return head.replace(ID, "abcdefghi").replace(COUNT, "0") + text + tail.replace(ID, "abcdefghi")
 
 
 def write(

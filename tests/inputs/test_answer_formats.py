@@ -31,6 +31,13 @@ def test_a_template_that_cannot_be_rendered_gives_the_last_resort() -> None:
     assert (found.trigger, found.reasoning_end) == ("<tool_call>", "")
 
 
+def test_no_piece_has_a_part_of_a_probe() -> None:
+    """A format has no place for the key in "</alpha>"."""
+    calls = TEMPLATES["coder"].replace("'\\n</parameter>'", "'</' + k + '>'")
+    assert calls != TEMPLATES["coder"]
+    assert detect(ChatTemplate(calls)) == DETECTED["hermes"]
+
+
 def test_special_tokens_tell_the_format_of_a_template_without_calls() -> None:
     assert detect(ChatTemplate(template("")), special_tokens=["<|tool_call_start|>"]) == PYTHON_IN_MARKERS
 

@@ -25,6 +25,7 @@ SPECIAL = {
     "nemo": ["[TOOL_CALLS]"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "deepseek": ["<｜calls▁begin｜>", "<｜calls▁end｜>", "<｜call▁begin｜>", "<｜call▁end｜>", "<｜sep｜>"],
+    "kimi": "<|section|> <|/section|> <|invoke|> <|/invoke|> <|name|> <|args|> <|text|> <|/text|>".split(),
     "lfm": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "gemma": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
     "harmony": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"],

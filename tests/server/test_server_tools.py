@@ -170,8 +170,8 @@ def test_a_conversation_goes_on_with_what_was_answered(client: Client) -> None:
     result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "7"}
     second = client.post(CHAT, messages=[*HI, said, result], tools=TWO, tool_choice="none", **SAMPLED)
     assert second["choices"][0]["message"]["content"]
-    status, error = client.error(CHAT, messages=[*HI, said, {**result, "tool_call_id": "x"}])
-    assert (status, error["param"]) == (400, "messages")
+    other = client.post(CHAT, messages=[*HI, said, {**result, "tool_call_id": "x"}], **SAMPLED)
+    assert other["usage"]["prompt_tokens"] > 0
 
 
 def as_tool(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def test_as_many_tools_as_there_may_be(client: Client) -> None:
     assert (name in [t["function"]["name"] for t in tools], arguments) == (True, "{}")
 
 
-@pytest.mark.parametrize("result", [{}, {"tool_call_id": "x"}, {"tool_call_id": ["x"]}, {"tool_call_id": {"x": 1}}])
-def test_results_of_unknown_calls_are_refused(client: Client, result: dict[str, Any]) -> None:
+@pytest.mark.parametrize("result", [{}, {"tool_call_id": ["x"]}, {"tool_call_id": {"x": 1}}])
+def test_results_without_the_id_of_a_call_are_refused(client: Client, result: dict[str, Any]) -> None:
     status, error = client.error(CHAT, messages=[*HI, {"role": "tool", "content": "7", **result}])
     assert (status, error["param"]) == (400, "messages")
     assert error["message"].startswith("message 2 of 2: tool_call_id ")

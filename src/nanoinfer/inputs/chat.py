@@ -13,7 +13,8 @@ from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lenient import LenientTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
-from nanoinfer.inputs.messages import Message, is_list, with_arguments
+from nanoinfer.inputs.history import History
+from nanoinfer.inputs.messages import Message, is_list
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.model_info import ModelInfo
@@ -120,6 +121,7 @@ class ChatFormatter:
         self._model = model
         self._template: ChatTemplate | None = None  # the one used last, whose process is still there
         self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
+        self._histories: dict[tuple[str, bool], History] = {}
         self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
         self._special_tokens: Mapping[str, int] | None = None
         self.lenient_tools = LenientTools()
@@ -132,10 +134,8 @@ class ChatFormatter:
             NanoinferError: as `ChatTemplate.render` and `template`; or the last message cannot be continued.
         """
         variables = options.variables()
-        if any("tool_calls" in message for message in messages):
-            as_text = self.format(options.chat_template).text_arguments
-            messages = with_arguments(messages, as_text=as_text)
         template = self.template(options.chat_template)
+        messages = self._history(template, bool(variables.get("tools"))).fit(messages)
         if options.continue_final_message:
             text = _up_to_end(template, messages, variables)
         else:
@@ -159,6 +159,13 @@ class ChatFormatter:
             log.debug("answers of the chat template: %s", found)
             kept = list(self._formats.items())[1 - _MAX_FORMATS :]
             self._formats = {**dict(kept), template.source: found}  # no lock: an interrupt could leave it held
+        return found
+
+    def _history(self, template: ChatTemplate, has_tools: bool) -> History:
+        key = template.source, has_tools
+        if (found := self._histories.get(key)) is None:
+            found = History(template, self.format(template.source), has_tools)
+            self._histories = {**dict(list(self._histories.items())[1 - _MAX_FORMATS :]), key: found}
         return found
 
     def response_template(self, source: str | None) -> ResponseTemplate | None:

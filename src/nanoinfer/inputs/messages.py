@@ -13,6 +13,7 @@ Calls of tools and their results have OpenAI's shape; without ids, as transforme
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning of an assistant's message: templates read one of them, so they get all."""
 MAX_CALLS = 128
 """Calls of one message."""
+_OTHER_PARTS = (
+    "image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio", "video", "video_url",
+)  # fmt: skip
+"""Types of parts that results of tools may have beside text."""
+log = logging.getLogger("nanoinfer")
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
@@ -41,9 +47,11 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
 def as_conversation(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of one conversation, at least one, with contents as strings.
 
+    A result whose call is not there, because a client or a gateway has left it out, becomes a message of the user.
+
     Raises:
         NanoinferError: it is not a list of messages, a message has no role, a content is not text, a call is malformed,
-            or a result is of no earlier call.
+            or a result names no call.
     """
     if not is_list(messages) or not messages:
         raise NanoinferError(
@@ -55,28 +63,25 @@ def as_conversation(messages: Any) -> list[dict[str, Any]]:
         with numbered(i, len(messages), "message"):
             made.append(_as_message(message))
             call_ids.update(call.get("id") for call in made[-1].get("tool_calls", ()))
-            found = made[-1].get("tool_call_id")
-            if made[-1]["role"] == "tool" and (not isinstance(found, (str, type(None))) or found not in call_ids):
-                what = "is missing" if found is None else f"{show(found)} is the id of no call before it"
-                raise NanoinferError(f"tool_call_id {what}: give the id of the call that this is the result of")
+            if made[-1]["role"] == "tool" and (call_id := made[-1].get("tool_call_id")) not in call_ids:
+                if call_id is None:
+                    raise NanoinferError("tool_call_id is missing: give the id of the call that this is the result of")
+                log.info(
+                    "tool_call_id %s is the id of no call before it: its result is the user's message", show(call_id)
+                )
+                made[-1] = {"role": "user", "content": f"Result of an earlier call: {made[-1]['content']}"}
     return made
 
 
-def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[dict[str, Any]]:
-    """Return checked messages, whose calls have arguments as JSON text, or as objects: what a template takes."""
-
-    def converted(call: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str) and not as_text:
-            arguments = json.loads(arguments)
-        elif not isinstance(arguments, str) and as_text:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**m, "tool_calls": [converted(call) for call in m["tool_calls"]]} if "tool_calls" in m else dict(m)
-        for m in messages
-    ]
+def as_object(arguments: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object, {} for "" and null; None for text that is not its JSON."""
+    if arguments in ("", None):
+        return {}
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return None
+    return dict(found) if isinstance(found, Mapping) else None
 
 
 def _as_message(message: Any) -> dict[str, Any]:
@@ -93,14 +98,17 @@ def _as_message(message: Any) -> dict[str, Any]:
         if not isinstance(reasoning, str):
             raise NanoinferError(f"reasoning_content={show(reasoning)} is not a string")
         made |= dict.fromkeys(REASONING_KEYS, reasoning)
-    needs_content = "tool_calls" not in message and reasoning is None
     for key in ("role", "content"):
-        if key not in made and (key == "role" or needs_content):
+        if key not in made and (key == "role" or made["role"] != "assistant"):
             raise NanoinferError(f"message={show(made)} has no {key}")
     if not isinstance(role := made["role"], str) or not role:
         raise NanoinferError(f"role={show(role)} is not a string such as 'user', 'assistant' or 'system'")
+    if not isinstance(call_id := made.get("tool_call_id"), (str, type(None))):
+        raise NanoinferError(f"tool_call_id {show(call_id)} is not a string")
     content = made.get("content")
-    return {**made, "content": content if content is None and not needs_content else _text(content)}
+    if content is None and role == "assistant":  # beside calls or reasoning, or of an answer that was cut off
+        return {**made, "content": None if "tool_calls" in made else ""}
+    return {**made, "content": _text(content, role)}
 
 
 def _as_calls(calls: Any) -> list[dict[str, Any]]:
@@ -115,18 +123,14 @@ def _as_calls(calls: Any) -> list[dict[str, Any]]:
             )
         if not isinstance(call.get("id"), (str, type(None))) or call.get("type", "function") != "function":
             raise NanoinferError(f"id={show(call.get('id'))}, type={show(call.get('type'))}: give a string, 'function'")
-        arguments = function.get("arguments", {})
-        try:
-            found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, Mapping):
-            raise NanoinferError(f"arguments={show(arguments)} are not the JSON of an object")
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, (str, Mapping)):  # text that is no JSON was cut off: the template shows it
+            raise NanoinferError(f"arguments={show(arguments)} are neither an object nor its JSON")
         made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     return made
 
 
-def _text(content: Any) -> str:
+def _text(content: Any, role: str) -> str:
     """Return a content as a string: text parts are joined by newlines, as in vLLM."""
     if isinstance(content, str):
         return content
@@ -134,7 +138,10 @@ def _text(content: Any) -> str:
         raise NanoinferError(f"content={show(content)} is neither a string nor a list of text parts")
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
+        if role == "tool" and kind in _OTHER_PARTS:
+            text = f"[{kind}: left out, because this model reads text only]"
         if not isinstance(text, str):
             raise NanoinferError(
                 f"content part {show(part)} is not {{'type': 'text', 'text': ...}}: models here read text only"

@@ -11,7 +11,6 @@ Covered: what `apply_chat_template` of transformers gives a template (docs/chat.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ MAX_TEMPLATE = 1 << 20  # characters; those of today have up to 30,000
 MAX_OUTPUT = 4 << 20  # characters
 MEMORY_BYTES = 512 << 20
 CPU_SEC = 2.0
-# In the source of a template that asks whether a content is null: m['content'] is none, content != none.
-_ASKS_FOR_NULL = re.compile(r"(?<!\w)content['\"]?[\])]?(?:\s+is\s+(?:not\s+)?|\s*[!=]=\s*)none\b", re.I)
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 
 
@@ -45,7 +42,6 @@ class ChatTemplate:
             raise NanoinferError(f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE}")
         self.source = source
         self.special_tokens = dict(special_tokens or {})
-        self._asks_for_null = _ASKS_FOR_NULL.search(source) is not None
         setup = {"template": source, "max_output": MAX_OUTPUT, "memory_bytes": MEMORY_BYTES, "cpu_sec": CPU_SEC}
         self._worker = LimitedProcess(_WORKER, ("jinja2", "markupsafe"), setup, "the chat template cannot be rendered")
 
@@ -53,16 +49,13 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            messages: as `inputs.messages.as_conversation` returns them. The content of a message with tool_calls may be
-                None: the template gets None if it asks whether a content is none, else "".
+            messages: for the template.
             variables: of the template, such as add_generation_prompt; they replace special tokens of the same name.
 
         Raises:
             NanoinferError: the template refuses the messages, has an error, or exceeds a limit; or a value cannot be
                 given to a template.
         """
-        if not self._asks_for_null:  # the others add strings, or print None
-            messages = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
         given = {"messages": messages, "tools": None, "documents": None, **self.special_tokens, **variables}
         try:
             request = json.dumps(given, allow_nan=False).encode() + b"\n"

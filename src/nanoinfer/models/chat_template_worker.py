@@ -82,8 +82,11 @@ def _to_json(
 
 
 def environment() -> jinja2.Environment:
-    """Return the environment that transformers defines for chat templates (utils/chat_template_utils.py)."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    """Return the environment that transformers defines for chat templates (utils/chat_template_utils.py).
+
+    Lists may be changed, as some published templates do: variables are decoded for each rendering.
+    """
+    made = jinja2.sandbox.SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     made.filters["tojson"] = _to_json

@@ -4,7 +4,7 @@
     content and reasoning    what stands around reasoning
     a call                   what stands before its name, between name, key and value, and after them
     a call with two keys     what belongs to each argument
-    two calls                what belongs to each call, and what to all of them
+    two calls                what belongs to each call, what to all of them, and what counts them
 
 Names, keys and values of the probes are found in the renderings; the text between them is divided where two renderings
 agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request 18675).
@@ -21,7 +21,7 @@ from itertools import takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.format import COUNT, HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.chat_template import ChatTemplate
@@ -38,11 +38,12 @@ MAX_MARKER = 200  # characters of a marker of reasoning
 MAX_PIECE = 1000  # characters of any piece: those of known models have up to 100
 MAX_PROBE = 1 << 17  # characters of a rendering: templates of today make up to 10,000 of a probe
 _LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
+_PROBES = (QUESTION, CONTENT, REASON, *NAMES, *KEYS, *VALUES, *IDS)  # none is a part of a format
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _THINK = re.compile(r"(<|\[)/([\w:]{0,32}think[\w:]{0,32})(>|\])", re.I)
 _PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in KEYS}}
-_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
+PROBE_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
 
 
 def detect(
@@ -62,7 +63,7 @@ def detect(
     if found is None:
         found = _as_described(prober.prompt + " ".join(special_tokens))
         log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    found = replace(found, **prober.texts, cdata="<![CDATA[" in template.source)
+    found = replace(found, **prober.texts, null_content=prober.null_content, cdata="<![CDATA[" in template.source)
     if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
         log.warning(
             "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE
@@ -77,21 +78,25 @@ class _Prober:
     def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
         self._template = template
         self._exceeded = False
+        self._between = ""  # reasoning and content
+        self.null_content = False
         self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
         self.prompt = self._render([], add_generation_prompt=True)
         self._opening = self._after_question(self.prompt)
         before, _, self._turn_end = self._answer({"content": CONTENT}).partition(CONTENT)
-        self.texts: dict[str, Any] = self._reasoning()
+        self.texts: dict[str, Any] = self._reasoning(before)
         end = self.texts["reasoning_end"]
         start = (before.rpartition(end)[2] if end else before).strip()
         if start and start != self.texts["reasoning_start"]:
             self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
+        if between := self._between.removesuffix(start):
+            self.texts = {**self.texts, "ignored": (between,)}
 
     def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return a rendering; empty if the template refuses the messages, and after one that exceeds a limit."""
         messages = [{"role": "user", "content": QUESTION}, *answer]
         try:
-            text = "" if self._exceeded else self._template.render(messages, tools=_TOOLS, **variables)
+            text = "" if self._exceeded else self._template.render(messages, tools=PROBE_TOOLS, **variables)
         except NanoinferError as e:
             self._exceeded = isinstance(e, LimitExceeded)
             return ""
@@ -109,17 +114,21 @@ class _Prober:
         text = self._after_question(text)
         return text[len(_common(text, self._opening)) :]
 
-    def _reasoning(self) -> dict[str, str]:
-        """Return the markers of reasoning."""
+    def _reasoning(self, before_content: str) -> dict[str, str]:
+        """Return the markers of reasoning. Args: before_content: what an answer without it has before its content."""
         reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
-        thinks = {"enable_thinking": True, "thinking": True}
+        thinks, calls = {"enable_thinking": True, "thinking": True}, {"tool_calls": probe_calls(1)}
         before, is_there, rest = self._answer({"content": CONTENT, **reason}, **thinks).partition(REASON)
         end = rest.partition(CONTENT)[0].strip()
+        before_call, beside_call, rest_of_call = self._answer({**calls, **reason}, **thinks).partition(REASON)
+        end_of_call = rest_of_call.partition(NAMES[0])[0]
         if not is_there:  # a template may keep reasoning beside calls only
-            calls = {"tool_calls": _calls(1)}
             plain, _, _ = self._answer(calls).partition(NAMES[0])
-            before, is_there, rest = self._answer({**calls, **reason}, **thinks).partition(REASON)
-            end = rest.partition(NAMES[0])[0].removesuffix(plain.lstrip()).strip()
+            before, is_there, end = before_call, beside_call, end_of_call.removesuffix(plain.lstrip()).strip()
+            if before.strip() and (empty := before_content.partition(before.strip())[2]):  # beside content it is empty
+                end = _common(empty.strip(), end_of_call.lstrip()).strip() or end
+        elif beside_call and (shared := _common(end, end_of_call.lstrip()).strip()):  # the rest begins the content
+            self._between, end = end.removeprefix(shared).strip(), shared
         start = before.strip()
         if not is_there or not end or len(end) > MAX_MARKER:
             found_end = _THINK.search(self._template.source) or _THINK.search(self.prompt)
@@ -132,19 +141,28 @@ class _Prober:
         return {"reasoning_start": start, "reasoning_end": end}
 
     def calls(self) -> AnswerFormat | None:
-        """Return the format of calls; None if the template writes none."""
+        """Return the format of calls; None if the template writes none. It sets `null_content`."""
         for as_text in (False, True):
+            self.null_content = self._asks_for_null(as_text)
             parts = self._parts(1, 1, as_text)
             if parts is None or "\\" in parts[2]:
                 continue
             found = self._format(parts, as_text)
-            if found is not None and not any(p in found.after_name + found.separator for p in (*NAMES, *VALUES)):
+            if found is not None and not any(probe in repr(vars(found)) for probe in _PROBES):
                 return found
+        self.null_content = self._asks_for_null(False)
         return None
+
+    def _asks_for_null(self, as_text: bool) -> bool:
+        """Return whether calls are shown with content null, and with "" not, or with more text, as of a second turn."""
+        message: dict[str, Any] = {"tool_calls": probe_calls(1, 1, as_text)}
+        with_null, with_empty = (self._answer({**message, "content": content}) for content in (None, ""))
+        return NAMES[0] in with_null and (NAMES[0] not in with_empty or len(with_null) < len(with_empty))
 
     def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
         """Return the text between the probe's names, keys and values, in their order."""
-        text = self._answer({"tool_calls": _calls(num_calls, num_keys, as_text)})
+        content = None if self.null_content else ""
+        text = self._answer({"content": content, "tool_calls": probe_calls(num_calls, num_keys, as_text)})
         for made in IDS:
             text = text.replace(made, ID)
         text = _LEADING_ID.sub("{", text)
@@ -164,6 +182,10 @@ class _Prober:
 
     def _format(self, parts: list[str], as_text: bool) -> AnswerFormat | None:
         head, name_to_key, key_to_value, tail = parts
+        two, between = self._parts(2, 1, as_text), None
+        if two is not None:
+            (head, between), tail = _counted(two[0], two[3]), two[6]  # some write the end after the second call only
+            name_to_key, _ = _counted(two[1], two[4])
         content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
         head = head.lstrip().removeprefix(content)
         made: dict[str, Any] | None
@@ -178,8 +200,7 @@ class _Prober:
             end = re.escape(made["after_value"])
         if made is None or (ending := re.match(end, tail)) is None:
             return None
-        two = self._parts(2, 1, as_text)
-        made |= _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
+        made |= _divide(head, tail[ending.end() :], None if between is None else between[ending.end() :])
         return self._with_trigger(_with_keys(AnswerFormat(text_arguments=as_text, **made)))
 
     def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any] | None:
@@ -215,12 +236,24 @@ class _Prober:
         return replace(found, trigger=trigger)
 
 
-def _calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dict[str, Any]]:
+def probe_calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dict[str, Any]]:
+    """Return calls of an assistant's message with known ids, names, keys and values; at most two of each."""
     arguments: Any = dict(zip(KEYS[:num_keys], VALUES, strict=False))
     if as_text:
         arguments = json.dumps(arguments)
     pairs = list(zip(IDS, NAMES, strict=True))[:num_calls]
     return [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i, name in pairs]
+
+
+def _counted(first: str, second: str) -> tuple[str, str]:
+    """Return the ends of two texts with COUNT in the place of numbers in which they differ: ":0>" and ":1>"."""
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", second)
+    for i in range(-2, -min(len(a), len(b)), -2):  # numbers, of which the text after them is a[i + 1]
+        if a[i + 1] != b[i + 1]:
+            break
+        if a[i] != b[i]:
+            a[i] = b[i] = COUNT
+    return "".join(a), "".join(b)
 
 
 def _common(a: str, b: str, backwards: bool = False) -> str:

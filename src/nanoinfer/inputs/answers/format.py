@@ -15,10 +15,14 @@ The parser (parser.py) reads all of them with any white space; the grammar (gram
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 ID = "\x00"
 """Stands for the id of a call in a piece, where a model writes one: '", "id": "\\x00"}'."""
+COUNT = "\x01"
+"""Stands for a number that counts the calls of an answer: ":\x01<|tool_call_argument_begin|>"."""
+PLACEHOLDER = re.compile(f"([{ID}{COUNT}])")
 NOTATIONS = ("json", "tagged", "python", "gemma")
 """Of arguments: {"k": "v", "n": 3} | a piece around each key and value, strings as they are, other types as JSON |
 k="v", n=3 | {k:<|"|>v<|"|>,n:3}"""
@@ -70,6 +74,8 @@ class AnswerFormat:
     """Whether an answer is messages with headers, as gpt-oss writes them. The pieces here are those of the grammar."""
     text_arguments: bool = False
     """Whether the chat template takes the arguments of earlier calls as JSON text instead of an object."""
+    null_content: bool = False
+    """Whether the chat template takes null, instead of "", for the content of earlier calls."""
 
     @property
     def has_calls(self) -> bool:

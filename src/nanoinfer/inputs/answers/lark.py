@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.format import ID, AnswerFormat
+from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.answers.schema_types import alternatives, listed, options, types
 from nanoinfer.structured import schemas
@@ -28,6 +28,7 @@ _COMPOSED = (
 _ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
 MAX_LINKS = 8
 """References from one to the next that lead from the schema to that of its object."""
+_PLACEHOLDERS = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,3}/"}
 _BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
 _TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 _PATTERN = re.compile(r"(\^?)((?:\\.|.)*?)(\$?)", re.S)
@@ -102,8 +103,10 @@ class Lark:
     def literal(self, text: str) -> str:
         """Return a piece of a format as a sequence of literals and special tokens; empty for an empty one."""
         parts = []
-        for i, part in enumerate(text.split(ID)):
-            parts += ["/[a-zA-Z0-9]{9}/"] if i else []
+        for part in PLACEHOLDER.split(text):
+            if part in _PLACEHOLDERS:
+                parts.append(_PLACEHOLDERS[part])
+                continue
             for token in self._pattern.split(part) if self._pattern else [part]:
                 if token:
                     special = self._special.get(token)

@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from nanoinfer.inputs.answers.format import ID, AnswerFormat
+from nanoinfer.inputs.answers.format import PLACEHOLDER, AnswerFormat
 from nanoinfer.inputs.answers.message_builder import MessageBuilder
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting, to_json
 from nanoinfer.inputs.answers.schema_types import types_of
@@ -183,7 +183,7 @@ class AnswerParser:
         else:
             before = f.calls_start + head if f.name_key and f.trigger != trigger else ""
         separator, end = f.separator.strip(), f.calls_end.strip()
-        first = (head.split() or ["{" if f.name_key else ""])[0]
+        first = (PLACEHOLDER.split(head)[0].split() or ["{" if f.name_key else ""])[0]
         more = yield from self._call(before, space + trigger)
         while more:
             yield from reader.space()
@@ -238,7 +238,7 @@ class AnswerParser:
         """Read the end of a call, as far as it is there: the call is complete without it."""
         piece = self._format.after_arguments
         piece = piece.partition("}")[2] if self._format.name_key else piece
-        for part in [piece] if ID in piece else piece.split():
+        for part in [piece] if PLACEHOLDER.search(piece) else piece.split():
             try:
                 yield from self._reader.piece(part)
             except Ended:

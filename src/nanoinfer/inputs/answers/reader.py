@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
-from nanoinfer.inputs.answers.format import ID
+from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER
 from nanoinfer.inputs.answers.schema_types import strict_json, type_of
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _WORD = re.compile(r"[\w.+-]+")
 _SPACE = re.compile(r"\s+")
-_CALL_ID = re.compile(r"[\w.:-]+")
+_PLACEHOLDERS = {ID: re.compile(r"[\w.:-]+"), COUNT: re.compile(r"\d+")}
 _TOKENS = re.compile(r'"[^"\s]*"?|[{}\[\],:()]|[^\s"{}\[\],:()]+')
 _PYTHON_ESCAPES = {
     "n": "\n",
@@ -167,9 +167,10 @@ class Reader:
 
     def piece(self, piece: str) -> Waiting[None]:
         """Read a piece of a format with any white space between its parts. Raises Malformed."""
-        for i, part in enumerate(piece.split(ID)):
-            if i:
-                yield from self.run(_CALL_ID)
+        for part in PLACEHOLDER.split(piece):
+            if part in _PLACEHOLDERS:
+                yield from self.run(_PLACEHOLDERS[part])
+                continue
             for token in _TOKENS.findall(part) if '"' in part else part.split():
                 yield from self.expect(token)
 
