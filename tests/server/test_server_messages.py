@@ -369,6 +369,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role='tool' is not supported: use user"),
     ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0]: the field 'name' is not supported"),
     ({"messages": [{"role": "user"}]}, "messages[0].content=None is neither a string nor"),
+    ({"messages": user({"type": "mcp_tool_result"})}, "messages=[] is not a conversation"),
     ({"messages": user()}, "messages[0].content=[] is neither a string nor"),
     ({"messages": user({"type": "image", "source": {}})}, "messages[0].content[0].type='image' is not supported for"),
     ({"messages": user(TEXT, {"type": "document"})}, "messages[0].content[1].type='document' is not supported"),

@@ -102,7 +102,7 @@ def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, 
         raise FieldError(f"{missing[0]} is missing: {url} needs {', '.join(REQUIRED[url])}", missing[0])
     made = {name: given[name] for name in _SAME if name in given}
     made["messages"] = _conversation(given.get("system"), given["messages"], left_out)
-    if made["messages"][-1]["role"] == "assistant":
+    if made["messages"] and made["messages"][-1]["role"] == "assistant":  # else all blocks are left out
         if "tool_calls" in made["messages"][-1]:
             raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
         made |= {"continue_final_message": True, "add_generation_prompt": False}
