@@ -251,7 +251,7 @@ def test_text_cannot_spell_a_special_token() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("coder", {"type": "object", "allOf": [{"required": ["a"]}]}, "tool 'f': parameters have allOf"),
+        ("coder", {"type": "object", "allOf": [{"required": ["a"]}, {}]}, "tool 'f': parameters have allOf"),
         ("gemma", {"properties": {"a": {"not": {}, "type": "object"}}}, "tool 'f': parameters have not"),
         ("lfm", {"properties": {"a b": {"type": "null"}}}, "tool 'f': parameters have the property 'a b', whose name"),
         ("gemma", {"properties": {"a": {"properties": {"b,": {}}}}}, "tool 'f': parameters have the property 'b,'"),
@@ -335,7 +335,7 @@ def test_arguments_are_an_object_whatever_the_schema_says(name: str, parameters:
 def test_references_within_tools_are_followed() -> None:
     tree = {
         "type": "object",
-        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/tree"}},
+        "properties": {"v": {"type": "integer"}, "next": {"title": "Next", "allOf": [{"$ref": "#/$defs/tree"}]}},
         "required": ["v"],
     }
     made = Tool(

@@ -40,7 +40,7 @@ def _are_strings(value: Any) -> bool:
 
 _TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_MAPS, lambda v: isinstance(v, dict), "an object"),
-    (("allOf", "anyOf", "oneOf", "enum"), lambda v: isinstance(v, list), "a list"),
+    (("allOf", "anyOf", "oneOf", "enum", "prefixItems"), lambda v: isinstance(v, list), "a list"),
     (("pattern", "format", "$ref"), lambda v: isinstance(v, str), "a string"),
     (("minItems", "maxItems", "minLength", "maxLength"), lambda v: type(v) is int and v >= 0, "an integer from 0"),
     (("minimum", "maximum", "multipleOf"), lambda v: type(v) in (int, float), "a number"),
@@ -74,8 +74,13 @@ def rewrite(root: Schema) -> None:
     oneOf            anyOf, where the options are objects with different constants of one property, which becomes
                      required: pydantic's discriminated unions
     propertyNames    properties or patternProperties, where the names are listed or match a pattern: records of zod
+    allOf            what it holds, where that is one schema with other keywords: pydantic 1, and for texts without JSON
     """
     for schema in reachable(root, [root]):
+        parts = _items(schema, "allOf")
+        if len(parts) == 1 and isinstance(parts[0], dict) and not parts[0].keys() & schema.keys():
+            schema |= parts[0]
+            del schema["allOf"]
         names = schema.get("propertyNames")
         names = target(root, names["$ref"]) if isinstance(names, dict) and names.keys() == {"$ref"} else names
         if isinstance(names, dict):
