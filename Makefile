@@ -50,7 +50,7 @@ demo: .venv/installed
 
 # They have targets of their own, whatever is installed: one browser at a time, and a model to download.
 CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page schema)
-SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
+SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py tests/server/test_smollm2_agents.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
 PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal

@@ -353,7 +353,8 @@ def test_items_become_messages(client: Client) -> None:
         for i, name, arguments in (("1", "add", '{"a": 1}'), ("2", "weather", "{}"))
     ]
     assert request.messages == [
-        {"role": "system", "content": "a\n\nb"},
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b"},
         {"role": "user", "content": "c\nd"},
         {"role": "assistant", "content": "f", "reasoning_content": "e", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "2", "content": "g"},

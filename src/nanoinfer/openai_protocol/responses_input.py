@@ -232,13 +232,10 @@ def _add_item(made: list[dict[str, Any]], kind: Any, item: Any, at: str) -> None
     last = made[-1] if made and made[-1]["role"] == "assistant" else None
     if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
         content = _text(item.get("content"), f"{at}.content")
-        role = "system" if item["role"] == "developer" else item["role"]
-        if role == "assistant" and last is not None and last["content"] is None:
+        if item["role"] == "assistant" and last is not None and last["content"] is None:
             last["content"] = content
-        elif role == "system" and all(message["role"] == "system" for message in made) and made:
-            made[0]["content"] += f"\n\n{content}"  # many templates have one system message, the first
         else:
-            made.append({"role": role, "content": content})
+            made.append({"role": item["role"], "content": content})
     elif kind == "reasoning":
         text = _text(item.get("content") or item.get("summary") or [], at)
         if not text and item.get("encrypted_content"):
