@@ -42,10 +42,15 @@ class LongestToken:
         return -(-(len(text.encode(errors="replace")) if self.in_bytes else len(text)) // self.length)
 
 
-def longest_token(core: tokenizers.Tokenizer, alphabet: Mapping[str, int]) -> LongestToken | None:
+def longest_token(
+    core: tokenizers.Tokenizer, alphabet: Mapping[str, int], vocab: Mapping[str, int]
+) -> LongestToken | None:
     """Return the longest token of a tokenizer; None if the number of tokens has no bound by it.
 
-    `alphabet`: the characters that stand for bytes in byte-level tokens.
+    Args:
+        core: the tokenizer.
+        alphabet: the characters that stand for bytes in byte-level tokens.
+        vocab: its tokens, with the added ones.
     """
     model: Any = core.model
     if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -57,7 +62,6 @@ def longest_token(core: tokenizers.Tokenizer, alphabet: Mapping[str, int]) -> Lo
     if any(step["type"] not in _KEEP_ALL or step.get("behavior") == "Removed" for step in splits):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in splits)
-    vocab = core.get_vocab(with_added_tokens=True)
     complete = alphabet if in_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not complete.keys() <= vocab.keys() or not (in_bytes or model.byte_fallback):
         return None

@@ -61,6 +61,7 @@ class _Vocabulary:
     metadata: Mapping[str, Value]
     tokens: list[str]
     kinds: list[int]
+    ids: dict[str, int]
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a bool of the metadata."""
@@ -112,7 +113,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
             last = vocabulary.tokens[eos], eos  # of embeddings
         if first or last:
             surround(core, first, last)
-        return from_core(core)
+        return from_core(core, vocabulary.ids)
 
 
 def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
@@ -206,10 +207,11 @@ def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
     while count > 1 and kinds[count - 1] == UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
         count -= 1
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])]
-    if len(set(tokens)) < count:
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) < count:
         (twice, _), *_ = (Counter(tokens) - Counter(set(tokens))).items()
         raise NanoinferError(f"{PREFIX}tokens has the token {show(twice)} twice")
-    return _Vocabulary(metadata, tokens, kinds[:count].tolist())
+    return _Vocabulary(metadata, tokens, kinds[:count].tolist(), ids)
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer, bool]:
@@ -219,7 +221,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer
     if (split := SPLITS.get(pre)) is None:
         remedy = "tokenizer= a folder that has the model's tokenizer.json"
         raise NanoinferError(f"{PREFIX}pre={show(pre)}, a way of splitting text, is not known: give {remedy}")
-    merges = models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
+    merges = models.BPE(vocabulary.ids, _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
     core = byte_level(merges, split.patterns)
     if split.compose:
         core.normalizer = normalizers.NFC()
@@ -234,7 +236,7 @@ def _sentencepiece(vocabulary: _Vocabulary, prefix: bool) -> tokenizers.Tokenize
     unknown = vocabulary.special("unknown", 0)
     core = tokenizers.Tokenizer(
         models.BPE(
-            _ids(vocabulary),
+            vocabulary.ids,
             _merges(vocabulary) if f"{PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
@@ -248,10 +250,6 @@ def _sentencepiece(vocabulary: _Vocabulary, prefix: bool) -> tokenizers.Tokenize
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return core
-
-
-def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
-    return {token: i for i, token in enumerate(vocabulary.tokens)}
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -280,19 +278,22 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise NanoinferError(f"{PREFIX}tokens has tokens that are too long to find their merges")
     made_of = (NORMAL, USER_DEFINED, UNUSED)  # the others are no parts of text
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] in made_of}
-    found = []
-    for token, i in ids.items():
-        score = float(scores[i])
-        for at in range(len(token) - 1, 0, -1):
-            left, right = token[:at], token[at:]
-            if left in ids and right in ids:
-                found.append((-score, -len(left), -len(right), left, right))
-        if len(found) > MERGES_PER_TOKEN * count:
-            raise NanoinferError(
-                f"the tokens can be made by more than {MERGES_PER_TOKEN * count} merges, the limit for {count} tokens"
-            )
-    found.sort(key=lambda merge: merge[:3])
-    return [(left, right) for *_, left, right in found]
+    merges: list[tuple[str, str]] = []
+    made: list[int] = []
+    beginnings: list[str] = []  # of a token, which are tokens
+    for token in sorted(ids):
+        while beginnings and not token.startswith(beginnings[-1]):
+            beginnings.pop()
+        for left in beginnings:
+            if (right := token[len(left) :]) in ids:
+                merges.append((left, right))
+                made.append(ids[token])
+        beginnings.append(token)
+        if len(merges) > (limit := MERGES_PER_TOKEN * count):
+            raise NanoinferError(f"the tokens can be made by more than {limit} merges, the limit for {count} tokens")
+    lengths = [np.fromiter((len(merge[part]) for merge in merges), np.int64, len(merges)) for part in (0, 1)]
+    order = np.lexsort((np.array(made), -lengths[1], -lengths[0], -scores.astype(np.float64)[made]))
+    return [merges[i] for i in order.tolist()]
 
 
 def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
