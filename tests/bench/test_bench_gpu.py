@@ -343,6 +343,7 @@ class FakeHandle:
 
     log_weight: ClassVar[dict[str, float]] = {}
     """Weight format -> logit of token 0; the others are 0."""
+    waited_sec: ClassVar[float | None] = None
 
     def __init__(self, case: Case, log: list[tuple[str, Any]]) -> None:
         self.case, self._log = case, log
@@ -351,7 +352,7 @@ class FakeHandle:
         fields = ("output_tokens", "prompt_tokens", "draft")
         self._log.append(("run", {f: getattr(case, f) for f in fields if getattr(case, f) != getattr(self.case, f)}))
         tokens = case.output_tokens
-        times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
+        times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]], self.waited_sec)
         return RunResult([[1] * tokens], times, peak_memory_bytes=100)
 
     def ask(self, what: str, path: str = "") -> Any:
@@ -403,6 +404,15 @@ def measured(harness: Harness, cases: list[Case]) -> list[Row]:
     rows: dict[Case, Row] = {}
     harness.run(cases, lambda some: rows.update({row.case: row for row in some}))
     return [rows[case] for case in cases if case in rows]
+
+
+@pytest.mark.parametrize("waited, note", [(0.01, ""), (2.0, "the machine was busy: threads waited 4.0 s for a core")])
+def test_a_row_says_that_the_machine_was_busy(
+    waited: float, note: str, tmp_path: Path, log: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeHandle, "waited_sec", waited)
+    (row,) = measured(harness(tmp_path, Options(rounds=2, max_warmups=2)), [replace(ON_GPU, output_tokens=8)])
+    assert row.note == note
 
 
 def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:

@@ -30,8 +30,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
 from nanoinfer.profiling import recording
 from nanoinfer.profiling.profiler import breakdown_percent, profile
-from nanoinfer.profiling.recording import waited_seconds
 from nanoinfer.profiling.spans import PARTS, Clock, attached
+from nanoinfer.utils.environment import waited_seconds
 
 Run = Callable[..., tuple[int, str, str]]
 BREAKDOWN = ["matrix products", "attention", "output head", "sampling", "everything else"]

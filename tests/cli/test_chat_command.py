@@ -102,8 +102,9 @@ def test_options_of_reasoning(call: Call, folder: Path, tmp_path: Path) -> None:
     for given, rendered in (((), "True"), (("--no-enable-thinking",), "False")):
         expected = LLM(str(folder)).generate(f"Hi low {rendered}", PARAMS)[0].outputs[0].text
         assert call(*options, *given, stdin="Hi")[1] == visible(expected) + "\n"
-    code, _, err = call("--thinking-token-budget", "3", stdin="Hi")
-    assert (code, "the chat template has no reasoning" in err) == (1, True)
+    for unread in (("--thinking-token-budget", "3"), ("--no-enable-thinking",), ("--reasoning-effort", "low")):
+        expected = f"{unread[0].replace('no-', '')}: the chat template of {folder} does not read it: leave it out"
+        assert call(*unread, stdin="Hi") == (2, "", f"nanoinfer: error: {expected}\n")
     assert call("--thinking-token-budget", "-1")[0] == 2
 
 

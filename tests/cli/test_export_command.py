@@ -86,7 +86,9 @@ def test_places_that_cannot_be_written_and_models_that_are_missing(
     assert sorted(os.listdir(tmp_path)) == ["folder.gguf", "pipe"]
 
 
-def test_tokenizers_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizers_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     source, path = str(make_folder(tmp_path / "m", chars=CHARS[:-1] + "é")), str(tmp_path / "a.gguf")
     assert run(["export", source, path]) == 2
     err = capsys.readouterr().err
@@ -96,9 +98,23 @@ def test_tokenizers_that_cannot_be_written(tmp_path: Path, capsys: pytest.Captur
     assert "error" not in capsys.readouterr().err
     without = str(make_folder(tmp_path / "n", chars=None))
     assert run(["export", without, str(tmp_path / "b.gguf")]) == 0
-    assert "no tokenizer is written: model" in capsys.readouterr().err
+    assert ("no tokenizer is written: model" in caplog.text, "error" in capsys.readouterr().err) == (True, False)
     for file in (path, str(tmp_path / "b.gguf")):
         assert len(LLM(file).generate([3, 4], GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_weights_that_are_quantized_already(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "a.gguf"
+    assert run(["export", "shakespeare", str(source), "--format", "Q4_0"]) == 0
+    twice = f"{source} is quantized already (q4_0 + q6_k): Q8_0 rounds its weights again"
+    larger = f"the file is larger than the {source.stat().st_size:,} bytes of {source}, which is quantized"
+    for format, expected in (("Q8_0", [twice, larger]), ("F16", [larger]), ("Q4_0", [twice.replace("Q8_0", "Q4_0")])):
+        caplog.clear()
+        assert run(["export", str(source), str(tmp_path / "b.gguf"), "--format", format, "--force"]) == 0
+        assert caplog.messages == expected
+    caplog.clear()
+    assert run(["pack", str(source), "--quantization", "int8", "--output", str(tmp_path / "packed")]) == 0
+    assert caplog.messages == [twice.replace("Q8_0", "int8")]
 
 
 def test_packed_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

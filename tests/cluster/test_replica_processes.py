@@ -188,7 +188,7 @@ def test_a_replica_runs_on_its_cores_alone(folder: Path) -> None:
 @pytest.mark.slow
 def test_several_models_each_with_its_name(folder: Path, other: Path) -> None:
     with serving(folder, str(other)) as server:
-        assert "(models: tiny, other; replicas: 2; connections: " in server.lines[0]
+        assert "(models: tiny, other; replicas: 1, 1; connections: " in server.lines[0]
         texts = {}
         for path in (folder, other):
             expected = LLM(str(path)).generate(["To be"], SamplingParams(max_tokens=16, seed=3))[0].outputs[0].text

@@ -170,7 +170,7 @@ def test_messages_go_through_the_template(run: Run, tmp_path: Path) -> None:
     for entry, step in zip(choice["logprobs"]["content"], o.logprobs, strict=True):
         best = [(p.decoded_token, p.logprob) for p in sorted(step.values(), key=lambda p: p.rank)[:2]]
         assert [(t["token"], t["logprob"]) for t in entry["top_logprobs"]] == best
-        assert (entry["token"], bytes(entry["bytes"]).decode()) == (best[0][0], best[0][0])
+        assert (entry["token"], bytes(entry["bytes"]).decode(errors="replace")) == (best[0][0], best[0][0])
     (choice,) = without["response"]["body"]["choices"]
     assert (choice["message"]["content"], choice["logprobs"]) == (o.text, None)
     found = [None if step is None else [int(t) for t in step] for step in choice["prompt_logprobs"]]
@@ -634,12 +634,13 @@ def test_a_bar_shows_lines_tokens_a_second_and_the_time_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write("in.jsonl", *({"prompt": "a", "id": "x" * i} for i in range(50)))
+    Path("in.jsonl").write_text("\n" + Path("in.jsonl").read_text())
     seen: list[tuple[int, int | None, str]] = []
     update = ProgressBar.update
     monkeypatch.setattr("nanoinfer.utils.progress.INTERVAL_SEC", 0.0)
     monkeypatch.setattr(ProgressBar, "update", lambda self, *a: (seen.append(a), update(self, *a)))  # type: ignore[arg-type, func-returns-value]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n' * 50)))
-    for name, last in (("in.jsonl", 50), ("-", None)):
+    for name, at_first in (("in.jsonl", 50), ("-", None)):  # lines of standard input cannot be counted before
         reader, output = LineReader([name]), open_output("out.jsonl", {}, overwrite=True)
         output.start()
         monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -647,9 +648,7 @@ def test_a_bar_shows_lines_tokens_a_second_and_the_time_left(
             runner(llm, BatchOptions(SamplingParams(max_tokens=4))).run(reader, output, bar)
         output.close()
         totals = [total for _, total, _ in seen]
-        assert totals[-1] == 50  # exact when the input has been read
-        assert len(set(totals)) < 10  # each change of the total makes the bar forget the speed
-        assert totals[0] == (None if last is None else pytest.approx(90, abs=30))
+        assert (set(totals), totals[0], totals[-1]) == ({at_first, 50}, at_first, 50)
         assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
         assert seen[-1][0] == 50
         assert all(note.endswith(" tokens/s") for _, _, note in seen)

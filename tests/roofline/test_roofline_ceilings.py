@@ -17,6 +17,7 @@ from nanoinfer.roofline.devices import DEVICES, find_device
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.measure import Workload, measure
 from nanoinfer.roofline.predict import predict
+from nanoinfer.utils import environment
 from nanoinfer.utils.environment import num_cpus
 
 FP32 = FORMATS["float32"]
@@ -62,6 +63,16 @@ def test_measure_takes_the_best_round_of_a_clock() -> None:
     assert ceiling.memory_bytes is None
     refuses(lambda: measure(Workload(1 << 16, 8), clock=lambda: 1.0), "larger buffers")
     refuses(lambda: measure(Workload(1 << 60, 8), clock=lambda: 1.0), "device='measure'", "memory")
+
+
+@pytest.mark.parametrize("waited", [0.4, 1e3, None])
+def test_measure_warns_of_a_busy_machine(
+    waited: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter([5.0, 5.0 + (waited or 0.0)])
+    monkeypatch.setattr(environment, "waited_seconds", lambda: None if waited is None else next(times))
+    measure(Workload(num_bytes=1 << 16, matrix_size=8, num_rounds=1))
+    assert ("threads waited 1000.0 s in " in caplog.text) == (waited == 1e3)
 
 
 def test_measure_reads_buffers_of_halving_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

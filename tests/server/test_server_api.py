@@ -750,7 +750,7 @@ def test_info(client: Client, chat: Client) -> None:
     del found["sampling_params"]
     assert found == {
         "model": "tiny", "has_chat_template": False, "reasoning_options": [], "block_size": 32, "engine": "native",
-        "device": "cpu", "dtype": "float32", "quantization": None, "speculation": False,
+        "device": "cpu", "dtype": "float32", "weight_format": "float32", "quantization": None, "speculation": False,
         "roofline_tokens_per_sec": None,
     }  # fmt: skip
     assert chat.get("/info")["has_chat_template"] is True

@@ -21,23 +21,24 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    "stream, show, at",
+    "stream, show, lines, at",
     [
-        (Terminal, None, 102.0),
-        (Terminal, True, 100.0),
-        (Terminal, False, None),
-        (io.StringIO, None, None),
-        (io.StringIO, True, 100.0),
-        (io.StringIO, False, None),
+        (Terminal, None, True, 102.0),
+        (Terminal, True, False, 100.0),
+        (Terminal, False, False, None),
+        (io.StringIO, None, False, None),
+        (io.StringIO, None, True, 130.0),
+        (io.StringIO, True, True, 100.0),
+        (io.StringIO, False, True, None),
     ],
 )
 def test_when_the_first_drawing_is_due(
-    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], show: bool | None, at: float | None
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], show: bool | None, lines: bool, at: float | None
 ) -> None:
     monkeypatch.setattr("sys.stderr", stderr := stream())
     clock = Clock()
-    with ProgressBar("generate", show, clock) as bar:
-        for now in (100.0, 101.9, 102.0, 1e6):
+    with ProgressBar("generate", show, clock, lines=lines) as bar:
+        for now in (100.0, 101.9, 102.0, 129.9, 1e6):
             clock.now = now
             assert bar.due() == (at is not None and now >= at)
         assert not stderr.getvalue()
@@ -73,6 +74,18 @@ def test_a_bar_shows_the_time_left_and_a_note_in_80_columns(monkeypatch: pytest.
         assert "…" in stderr.getvalue()
         bar.print("a line [blue]")
         assert "a line [blue]\n" in stderr.getvalue()
+
+
+def test_a_command_prints_a_line_each_30_seconds_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    with ProgressBar("batch", clock=clock, lines=True) as bar:
+        for now, done, total in ((129.9, 1, 3000), (130.0, 1200, 3000), (159.9, 1201, 3000), (160.0, 1300, None)):
+            clock.now = now
+            bar.update(done, total, "5 tokens/s")
+    lines = ("nanoinfer: batch: 1,200 of 3,000, 5 tokens/s", "nanoinfer: batch: 1,300, 5 tokens/s")
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
 
 
 def test_lines_are_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

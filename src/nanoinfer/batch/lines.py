@@ -66,11 +66,9 @@ class LineReader(Iterator[Line]):
         self, names: Sequence[str], open_file: Callable[[str], BinaryIO] | None = None, first_line: int = 1
     ) -> None:
         self._names, self._open_file, self._first_line = list(names), open_file, first_line
-        self.total_bytes: int | None = 0
-        """Size of all files; None: one is not a regular file."""
-        for name in self._names:
-            size = _check(name) if open_file is None else None
-            self.total_bytes = None if size is None or self.total_bytes is None else self.total_bytes + size
+        regular = [_check(name) for name in self._names] if open_file is None else [False]
+        self.is_regular = all(regular)
+        """Whether all files are regular files, which can be read again."""
         if self._names.count(STANDARD) > 1:
             raise NanoinferError("the input - (standard input) is given twice: give it once")
         self._hash = hashlib.sha256()
@@ -79,6 +77,7 @@ class LineReader(Iterator[Line]):
         self._chunk, self._at = b"", 0
         self._end = self._number = self._line = self._offset = 0
         self._peeked: Line | None = None
+        self._total_lines: int | None = None
 
     def __next__(self) -> Line:
         if self._peeked is not None:
@@ -112,9 +111,12 @@ class LineReader(Iterator[Line]):
         """Number of lines read so far, blank ones included."""
         return self._number
 
-    def estimate(self) -> int | None:
-        """Return about how many lines there are, by the bytes read so far; None: not known."""
-        return round(self._number * self.total_bytes / self._end) if self.total_bytes and self._end else None
+    @property
+    def total_lines(self) -> int | None:
+        """Number of lines that are not blank; the files are read for it once. None: one is not a regular file."""
+        if self.is_regular and self._total_lines is None:
+            self._total_lines = sum(1 for _ in LineReader(self._names))
+        return self._total_lines
 
     def at_end(self) -> bool:
         """Return whether no line is left. Waits for the next one."""
@@ -173,10 +175,10 @@ class LineReader(Iterator[Line]):
         return size, b"".join(parts).removesuffix(b"\n") if size <= MAX_LINE_BYTES else None
 
 
-def _check(name: str) -> int | None:
-    """Return the size of a regular file that can be read; None for a pipe or a device."""
+def _check(name: str) -> bool:
+    """Return whether a file that can be read is a regular one, no pipe or device."""
     if name == STANDARD:
-        return None
+        return False
     try:
         status = os.stat(name)
     except (OSError, ValueError) as e:  # ValueError: a null byte in the name
@@ -185,7 +187,7 @@ def _check(name: str) -> int | None:
         raise NanoinferError(f"{escaped(name)} is a folder, not a file of prompts: give files")
     if not os.access(name, os.R_OK):
         raise NanoinferError(f"{escaped(name)} cannot be read as prompts: Permission denied")
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return stat.S_ISREG(status.st_mode)
 
 
 def _unreadable(name: str, error: Exception) -> NanoinferError:

@@ -60,8 +60,9 @@ class Source(Protocol):
     def ready(self) -> bool:
         """Return whether `__next__` would not wait."""
 
-    def estimate(self) -> int | None:
-        """Return about how many lines there are; None: not known."""
+    @property
+    def total_lines(self) -> int | None:
+        """Number of lines; None: not known."""
 
 
 class Sink(Protocol):
@@ -108,7 +109,7 @@ class BatchRunner:
         self._queue: deque[Delta | RequestOutput] = deque()
         self._running: dict[int, tuple[_Entry, Request]] = {}  # by the id of an unfinished request
         self._num_running = self._num_bytes = 0  # sequences of these requests; bytes in the window
-        self._at_end, self._estimate = False, 0  # of the input; lines in it
+        self._at_end = False  # of the input
         self.num_tokens = 0
         """Tokens generated so far."""
 
@@ -127,19 +128,10 @@ class BatchRunner:
                 self._write(output)
                 if bar.due():
                     speed = self.num_tokens / (time.monotonic() - start)
-                    bar.update(output.done.num_records, self._total(reader, output), f"{speed:,.0f} tokens/s")
+                    total = output.done.num_records + len(self._window) if self._at_end else reader.total_lines
+                    bar.update(output.done.num_records, total, f"{speed:,.0f} tokens/s")
         finally:
             self._core.cancel([r for entry in self._window for r in entry.requests if not r.finished])
-
-    def _total(self, reader: Source, output: Sink) -> int | None:
-        """Return about how many lines there are. It changes rarely: the bar then forgets the speed so far."""
-        if self._at_end:
-            return output.done.num_records + len(self._window)
-        if (estimate := reader.estimate()) is None:
-            return None
-        if abs(estimate - self._estimate) > 0.1 * self._estimate:
-            self._estimate = estimate
-        return self._estimate
 
     def _fill(self, reader: Source, several: bool) -> bool:
         """Read and queue lines while the window has room; return whether there may be more."""

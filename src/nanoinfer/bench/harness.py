@@ -22,7 +22,7 @@ import numpy as np
 from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
-from nanoinfer.bench.row import Row
+from nanoinfer.bench.row import BUSY, Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
@@ -33,6 +33,7 @@ from nanoinfer.profiling.logits_check import MAX_NATS, NUM_SEQUENCES, require_cl
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.utils.environment import MAX_WAITED
 from nanoinfer.utils.progress import ProgressBar
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
@@ -161,6 +162,9 @@ class Harness:
                 if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
                     self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
                 rows[case].unfinished = False
+                waited = sum(run.waited_sec or 0.0 for run in runs[case])
+                if waited > MAX_WAITED * sum(run.total_sec for run in runs[case]):
+                    rows[case].add_note(f"{BUSY}: threads waited {waited:.1f} s for a core")
                 keep_so_far()
         self._done += sum(not row.unfinished for row in part)
 

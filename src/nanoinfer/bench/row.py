@@ -10,6 +10,9 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.formatting import number
 from nanoinfer.bench.stats import Figures
 
+BUSY = "the machine was busy"
+"""Beginning of the note that threads waited for cores."""
+
 
 @dataclass
 class Row:

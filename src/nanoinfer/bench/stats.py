@@ -25,6 +25,8 @@ class RunTimes:
     """Of all sequences together."""
     arrivals: list[list[float]]
     """For each sequence, the arrival time of each of its tokens; not empty."""
+    waited_sec: float | None = None
+    """Time that the threads of the backend's process waited for cores, in total; None: not known."""
 
     @property
     def ttft_sec(self) -> float:

@@ -14,6 +14,7 @@ from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.formatting import DASH, clean
 from nanoinfer.bench.results import Results, headline
+from nanoinfer.bench.row import BUSY
 
 _BY_HEAD = {column.head: column for column in (*COLUMNS, *TERMINAL_ONLY) if column.head}
 # Headings by importance: as many of them are shown as the terminal has room for.
@@ -31,9 +32,10 @@ def show(results: Results, console: Console) -> None:
     while len(columns) > 1 and Measurement.get(console, wide, _cases(results, columns)).maximum > console.width:
         columns.pop()
     console.print(_cases(results, columns))
-    for row in results.failed:
-        line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for row in results.rows:
+        if why := row.error or (row.note if BUSY in row.note else None):
+            line = f"{row.case.label}, batch {row.case.batch}: {why}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _columns(results: Results) -> list[Column]:

@@ -27,6 +27,7 @@ from nanoinfer.bench.backends import open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.utils.environment import waited_seconds
 from nanoinfer.utils.processes import end_with_parent
 
 
@@ -58,12 +59,14 @@ class Worker:
         if case.draft is not None or self._speculated:  # a draft is set, and removed again
             self._backend.speculate(case)
             self._speculated = True
+        before = waited_seconds()
         tokens, times = self._backend.run(requests)
+        after = waited_seconds()
         if (counts := [len(t) for t in tokens]) != requests.output_tokens:
             raise NanoinferError(f"it generated {sum(counts)} tokens instead of {sum(requests.output_tokens)}")
         return {
             "tokens": tokens,
-            "times": dataclasses.asdict(times),
+            "times": dataclasses.asdict(times) | {"waited_sec": after and after - (before or 0.0)},
             "peak_memory_bytes": peak_memory(case.device),
             "speculation": self._backend.speculation() if case.draft is not None else None,
         }

@@ -169,7 +169,7 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     level = log.level
     log.setLevel(logging.ERROR)  # a warning for each line that drops tokens is in its record
     try:
-        with ProgressBar("batch") as bar:
+        with ProgressBar("batch", lines=True) as bar:
             runner.run(reader, records, bar)
     finally:
         log.setLevel(level)

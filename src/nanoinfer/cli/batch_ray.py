@@ -63,7 +63,7 @@ def generate(
     records: FileOutput | StreamOutput,
 ) -> None:
     """Write the records of the lines that the reader has left."""
-    if reader.total_bytes is None:
+    if not reader.is_regular:
         raise _no_stream()
 
     from nanoinfer.ray.connect import check_pool, connected
@@ -71,7 +71,7 @@ def generate(
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None
-    with connected(cluster.ray), ProgressBar("batch") as bar:
+    with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
         check_pool(cluster.num_actors, cluster.cpus_per_actor)
         run_file(inputs, reader, records, _job(cluster, config, options, several=len(inputs) > 1), bar)
 
@@ -89,7 +89,7 @@ def generate_shards(cluster: RayFlags, config: LLMConfig, options: BatchOptions,
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None
-    with connected(cluster.ray), ProgressBar("batch") as bar:
+    with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
         check_pool(cluster.num_actors, cluster.cpus_per_actor)
         shards.run(_job(cluster, config, options, files=shards.files), bar)
 

@@ -1,8 +1,9 @@
-"""The flags --calibrate and --calibrate-tokens of `pack` and `export`."""
+"""What `pack` and `export` share: the flags --calibrate and --calibrate-tokens, a warning about quantized weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ import click
 
 from nanoinfer.cli.options import PATH, are_given
 from nanoinfer.errors import NanoinferError, about
+from nanoinfer.utils.arrays import format_names
 from nanoinfer.utils.files import escaped, read_text
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.load import LoadedModel
 
+log = logging.getLogger("nanoinfer")
 NUM_TOKENS = 16384
 """Default of --calibrate-tokens."""
 
@@ -64,7 +67,15 @@ def calibrate_model(loaded: LoadedModel, path: Path, num_tokens: int, threads: i
         raise NanoinferError(f"--calibrate needs engine native: {why}")
     if loaded.tokenizer is None:
         raise NanoinferError(f"--calibrate needs a tokenizer: {loaded.no_tokenizer_reason}")
-    with ProgressBar("calibrate") as bar, about(escaped(path)):
+    with ProgressBar("calibrate", lines=True) as bar, about(escaped(path)):
         found = calibrate(loaded.weights, text, loaded.tokenizer, num_tokens, threads, bar.update)
     loaded.weights = dataclasses.replace(loaded.weights, calibration=found)
     return f", calibrated on {found.num_tokens:,} tokens of {escaped(path)}"
+
+
+def warn_if_quantized(loaded: LoadedModel, format: str) -> None:
+    """Warn if weights that are quantized already are to be quantized again, in another format."""
+    formats = format_names(loaded.weights.block_formats)
+    own = loaded.weights.method or " + ".join(formats)
+    if own and formats != [format.removesuffix("_MOE").lower()]:
+        log.warning("%s is quantized already (%s): %s rounds its weights again", escaped(loaded.name), own, format)

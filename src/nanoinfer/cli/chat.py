@@ -29,6 +29,7 @@ from nanoinfer.cli.options import (
     tokenizer_flag,
 )
 from nanoinfer.config import LLMConfig
+from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import escaped, parse_json, read_text
 
@@ -78,10 +79,14 @@ def chat(
 
     llm = LLM.from_config(config)
     params = of_model(params, llm)
-    session = Session(llm.conversation(system, **options), params, hide_reasoning=hide_reasoning)
+    conversation = llm.conversation(system, **options)
+    if unread := conversation.unread_options():
+        flag = f"--{unread[0].replace('_', '-')}"
+        raise NanoinferError(f"{flag}: the chat template of {escaped(llm.model_name)} does not read it: leave it out")
+    session = Session(conversation, params, hide_reasoning=hide_reasoning)
     if sys.stdin.isatty():
         print(
-            f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.dtype}. /help lists the commands.\n"
+            f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.model.weight_format}. /help lists the commands.\n"
             f"Answers end after at most {_bound(params, llm.config.block_size)}.",
             file=sys.stderr,
         )

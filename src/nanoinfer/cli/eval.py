@@ -44,7 +44,7 @@ def evaluate(file: Path, stride: int | None, as_json: bool, config: LLMConfig) -
 
     llm = LLM.from_config(config)
     start = time.perf_counter()
-    with ProgressBar("eval") as bar:
+    with ProgressBar("eval", lines=True) as bar:
         try:
             (score,) = llm.perplexity(text, stride=stride, progress=bar.update)
         except NanoinferError as e:

@@ -9,18 +9,20 @@ Examples:
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration
+from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration, warn_if_quantized
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, tokenizer_flag
-from nanoinfer.cli.terminal import complain
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
+
+log = logging.getLogger("nanoinfer")
 
 
 @command("export")
@@ -46,12 +48,18 @@ def export(
     check_calibration(calibrate, format in ("Q4_0", "Q4_K_M"), format)
     loaded = load_model(model, tokenizer=tokenizer)
     if loaded.tokenizer is None and not no_tokenizer:
-        complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
+        log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
     try:
         metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
     except NanoinferError as e:
         raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
+    if format not in ("F32", "F16", "BF16"):
+        warn_if_quantized(loaded, format)
+    is_quantized = bool(loaded.weights.method or loaded.weights.block_formats)
+    file_bytes = loaded.weights.file_bytes
     note = "" if calibrate is None else calibrate_model(loaded, calibrate, calibrate_tokens)
-    with ProgressBar("export") as bar:
+    with ProgressBar("export", lines=True) as bar:
         num_bytes = gguf_export.write_file(loaded.take(), output, format, metadata, Path(model).name, bar.update)
+    if is_quantized and num_bytes > file_bytes:
+        log.warning("the file is larger than the %s bytes of %s, which is quantized", f"{file_bytes:,}", escaped(model))
     print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes{note}", file=sys.stderr)

@@ -8,13 +8,13 @@ Examples:
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.help import command
 from nanoinfer.cli.options import json_flag
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.utils.arrays import format_names
 
 if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.hub import LocalModel
@@ -50,8 +50,7 @@ def _describe(model: LocalModel) -> dict[str, Any]:
         weights = open_weights(model.path)
     except NanoinferError as e:
         return row | {"why_not": str(e).removeprefix(f"{model.path}: ")}
-    formats = Counter(name for parts in weights.block_formats.values() for name, _ in parts)
-    row["format"] = " ".join(name for name, _ in formats.most_common()) or weights.stored_dtype
+    row["format"] = " ".join(format_names(weights.block_formats)) or weights.stored_dtype
     if weights.method is not None:
         row["format"] = f"{weights.method} as {row['format']}"
     if model.num_bytes > (free := free_memory("cpu")):

@@ -10,22 +10,24 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration
+from nanoinfer.cli.calibration import calibrate_model, calibration_flags, check_calibration, warn_if_quantized
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, tokenizer_flag
-from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils import environment
+from nanoinfer.utils.arrays import format_names
 from nanoinfer.utils.checks import require_choice
 from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
+log = logging.getLogger("nanoinfer")
 _FLAGS = ("dtype", "quantization", "threads")
 
 
@@ -57,9 +59,11 @@ def pack(
     if not loaded.weights.has_head:
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
     if loaded.pooling.unsupported:
-        complain(f"no pooling is written: {loaded.pooling.unsupported}")
+        log.warning("no pooling is written: %s", loaded.pooling.unsupported)
     format = options.quantization or options.dtype
     if format != "auto":
+        if options.quantization is not None:
+            warn_if_quantized(loaded, format)
         loaded.weights = dataclasses.replace(loaded.weights, block_formats={})
     elif not loaded.weights.block_formats:
         raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
@@ -69,10 +73,10 @@ def pack(
     note = "" if calibrate is None else calibrate_model(loaded, calibrate, calibrate_tokens, options.threads)
     tokenizer_json = None
     if loaded.tokenizer is None:
-        complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
+        log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
     else:
         tokenizer_json = tokenizers.to_json(loaded.tokenizer)
-    with ProgressBar("pack") as bar:
+    with ProgressBar("pack", lines=True) as bar:
         num_bytes = packed.write_folder(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
@@ -80,8 +84,8 @@ def pack(
     write_folder(output, chat_files.to_files(*chat))
     for name, files in loaded.pooling.to_files().items():
         write_folder(output / name, files)
-    kept = sorted({name for formats in block_formats.values() for name, _ in formats})
+    formats = " ".join(format_names(block_formats)) or format
     print(
-        f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes{note}",
+        f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes{note}",
         file=sys.stderr,
     )

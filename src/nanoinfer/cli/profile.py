@@ -26,6 +26,7 @@ from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.environment import MAX_WAITED
 from nanoinfer.utils.files import check_replaceable
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
-MAX_WAITED = 0.1
-"""Of the wall time: if threads waited longer for cores, in total, the tables are said to be distorted."""
 _TEXT = (
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "truncate_prompt_tokens",

@@ -115,9 +115,9 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, requested.set)
         front = Front(groups)
         app = guarded(BoundRequests(front, config), config, front.metrics.responded, access_log)
-        num_replicas = sum(len(group.replicas) for group in groups)
         names = ", ".join(printable(group.names[0]) for group in groups)
-        about = f"model{'s' if len(groups) > 1 else ''}: {names}; replicas: {num_replicas}"
+        counts = ", ".join(str(len(group.replicas)) for group in groups)
+        about = f"model{'s' if len(groups) > 1 else ''}: {names}; replicas: {counts}"
         await listen(app, config, bound, about)
     finally:
         reloading.cancel()

@@ -151,6 +151,28 @@ class Conversation:
         self.stop()
         self.messages = self._messages[: self._num_system]
 
+    def unread_options(self) -> list[str]:
+        """Return the options of reasoning that are given and change nothing, because the chat template has none."""
+        options, found = self._options, []
+        probes: dict[str, tuple[Any, ...]] = {"enable_thinking": (True, False), "reasoning_effort": ("none", "low")}
+        for name, values in probes.items():
+            if getattr(options, name) is not None and len({self._probe(name, value) for value in values}) == 1:
+                found.append(name)
+        if (
+            options.thinking_token_budget is not None
+            and not self._formatter.format(options.chat_template).reasoning_end
+        ):
+            found.append("thinking_token_budget")
+        return found
+
+    def _probe(self, option: str, value: Any) -> str:
+        """Return the prompt of a short message with a value of an option, or why the template refuses it."""
+        options: Any = {option: value}
+        try:
+            return self._formatter.render([{"role": "user", "content": "a"}], replace(self._options, **options))
+        except NanoinferError as e:
+            return str(e)
+
     @property
     def _num_system(self) -> int:
         return int(bool(self._messages) and self._messages[0]["role"] == "system")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.pooling import Pooling
-from nanoinfer.utils.arrays import BlockFormats
+from nanoinfer.utils.arrays import BlockFormats, format_names
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
@@ -54,6 +54,11 @@ class ModelInfo:
     """How embeddings and scores are made."""
     has_head: bool = True
     """Whether it has an output head, and so generates text."""
+
+    @property
+    def weight_format(self) -> str:
+        """The format in which matrices are computed with: "q4_k + q6_k", "int8" or "bfloat16"."""
+        return self.quantization or " + ".join(format_names(self.block_formats)) or self.dtype
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ class Profile:
     engine: str
     device: str
     dtype: str
+    """Format of the weights: `ModelInfo.weight_format`."""
     decode_only: bool
     """Whether the profile begins after the first token of every sequence."""
     num_steps: int
@@ -122,7 +123,7 @@ def profile(
         model=llm.model_name,
         engine=llm.engine_name,
         device=llm.device,
-        dtype=llm.dtype,
+        dtype=llm.model.weight_format,
         decode_only=decode_only,
         num_steps=spans.calls[sp.ENGINE],
         num_tokens=run.num_tokens,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,21 +17,9 @@ from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.profiling import spans as sp
 from nanoinfer.profiling.verify_cost import synchronize
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.environment import waited_seconds
 
 WARMUP_TOKENS = 4
-_TASKS = Path("/proc/self/task")
-
-
-def waited_seconds(tasks: Path = _TASKS) -> float | None:
-    """Return how long the threads of this process were ready and waited for a core; None where the kernel does not say.
-
-    The second number of a schedstat: https://docs.kernel.org/scheduler/sched-stats.html
-    """
-    found = []
-    for path in tasks.glob("*/schedstat"):
-        with suppress(OSError, IndexError):  # the thread has ended
-            found.append(int(path.read_text().split()[1]) * 1e-9)
-    return sum(found) if found else None
 
 
 @dataclass(frozen=True)

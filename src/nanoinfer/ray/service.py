@@ -70,6 +70,7 @@ class _Traffic:
     """The lines of all calls, as the runner reads them (a `Source`), and their records as it writes them (a `Sink`)."""
 
     done = Checkpoint()  # no bar shows how far it is
+    total_lines = None  # more may come
 
     def __init__(self, several: bool) -> None:
         self.num_files = 2 if several else 1
@@ -115,10 +116,6 @@ class _Traffic:
     def ready(self) -> bool:
         """Return whether a line is queued."""
         return not self._queue.empty()
-
-    def estimate(self) -> int | None:
-        """Return None: more lines may come."""
-        return None
 
     def write(self, record: bytes, place: Place, error: str = "") -> None:
         """Give a record to the call of its line."""

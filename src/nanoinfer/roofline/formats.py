@@ -9,7 +9,6 @@ int8 and int4, and 2 bytes per value with the formats of GGUF files.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +17,7 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS
 from nanoinfer.models.checkpoints.gguf_formats import Format
 from nanoinfer.models.checkpoints.weights import int4_formats
 from nanoinfer.models.parameters import shapes
-from nanoinfer.utils.arrays import BlockFormats
+from nanoinfer.utils.arrays import BlockFormats, format_names
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def mixed(config: ModelConfig, block_formats: Mapping[str, BlockFormats], dtype:
     matrices = {name: _joined(block_formats[name]) if name in block_formats else FORMATS[dtype] for name in names}
     if not FORMATS[dtype].is_float:  # int4, whose KV cache remains
         return replace(FORMATS[dtype], matrices=matrices)
-    blocks = Counter(format.upper() for parts in block_formats.values() for format, _ in parts)
-    kinds = [name for name, _ in blocks.most_common()]
+    kinds = [name.upper() for name in format_names(block_formats)]
     return replace(FORMATS[kinds[0]], name=" + ".join(kinds), matrices=matrices)
 
 

@@ -16,6 +16,7 @@ Without the native extension NumPy reads and multiplies, in float32 only.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -29,8 +30,11 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.utils import environment
 
+log = logging.getLogger("nanoinfer")
+
 Clock = Callable[[], float]
 MEASURE = "measure"
+MIN_WAITED_SEC = 0.5  # of a busy machine: a usual measurement takes 10 s
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192, num_copies=20)
 
 
 def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, device: str = "cpu") -> Ceiling:
-    """Measure and return the ceiling of a device. All memory is freed afterwards.
+    """Measure and return the ceiling of a device, and warn if the machine was busy. All memory is freed afterwards.
 
     Args:
         workload: sizes; None selects the sizes for the device.
@@ -72,15 +76,23 @@ def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, 
     Raises:
         NanoinferError: memory is insufficient for the buffers, or a round took no time by the clock.
     """
+    start, before = time.monotonic(), environment.waited_seconds()
     try:
-        if device == "cpu":
-            return _measure_cpu(workload or CPU_WORKLOAD, clock)
-        return _measure_gpu(workload or GPU_WORKLOAD, clock, device)
+        if device != "cpu":
+            return _measure_gpu(workload or GPU_WORKLOAD, clock, device)
+        ceiling = _measure_cpu(workload or CPU_WORKLOAD, clock)
     except (RuntimeError, MemoryError, ValueError) as e:  # out of memory, in torch, NumPy or the native extension
         reason = " ".join(str(e).split())[:100] or "out of memory"
         raise NanoinferError(
             f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
+    waited, seconds = (environment.waited_seconds() or 0.0) - (before or 0.0), time.monotonic() - start
+    if waited > max(MIN_WAITED_SEC, environment.MAX_WAITED * seconds):
+        log.warning(
+            "the measurement's threads waited %.1f s in %.1f s for a core: an idle machine may be faster; measure again"
+            " when other programs have ended", waited, seconds,
+        )  # fmt: skip
+    return ceiling
 
 
 def _measure_cpu(workload: Workload, clock: Clock) -> Ceiling:

@@ -65,6 +65,7 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "engine": llm.engine_name,
             "device": llm.device,
             "dtype": llm.dtype,
+            "weight_format": described.weight_format,
             "quantization": described.quantization,
             "speculation": llm.core.speculator is not None,
             "roofline_tokens_per_sec": service.roofline_tokens_per_sec,

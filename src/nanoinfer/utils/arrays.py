@@ -6,7 +6,8 @@ slices rows, which both support; code that computes on the host calls `to_numpy`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -80,6 +81,11 @@ class HostTensor:
 
 BlockFormats = tuple[tuple[str, int], ...]
 """Formats of the parts of a matrix, and how many rows each part has: (("q4_k", 3072), ("q6_k", 1024))."""
+
+
+def format_names(matrices: Mapping[str, BlockFormats]) -> list[str]:
+    """Return the formats of some matrices, that of most of their parts first: ["q4_k", "q6_k"]."""
+    return [name for name, _ in Counter(name for parts in matrices.values() for name, _ in parts).most_common()]
 
 
 @dataclass(frozen=True)

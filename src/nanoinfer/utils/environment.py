@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from nanoinfer.utils.cgroup import cpu_limit
+
+_TASKS = Path("/proc/self/task")
+MAX_WAITED = 0.1
+"""Share of the wall time: where threads waited longer for cores, in total, the machine was too busy to be measured."""
 
 
 def isa() -> str:
@@ -28,3 +34,15 @@ def num_cpus() -> int:
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux, others
     limit = cpu_limit()
     return found if limit is None else max(1, min(found, math.ceil(limit)))
+
+
+def waited_seconds(tasks: Path = _TASKS) -> float | None:
+    """Return how long the threads of this process were ready and waited for a core; None where the kernel does not say.
+
+    The second number of a schedstat: https://docs.kernel.org/scheduler/sched-stats.html
+    """
+    found = []
+    for path in tasks.glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # the thread has ended
+            found.append(int(path.read_text().split()[1]) * 1e-9)
+    return sum(found) if found else None

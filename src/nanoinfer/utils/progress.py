@@ -1,4 +1,7 @@
-"""A progress bar on stderr, for what takes longer than two seconds. rich is imported when the bar is first drawn."""
+"""A progress bar on stderr, for what takes longer than two seconds; where that is no terminal, a line now and then.
+
+rich is imported when the bar is first drawn.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 _Bar = TypeVar("_Bar", bound="ProgressBar")
 DELAY_SEC = 2.0  # before a bar is drawn
 INTERVAL_SEC = 0.2  # between two drawings
+LINE_SEC = 30.0  # between two lines
 
 
 class ProgressBar:
@@ -26,13 +31,18 @@ class ProgressBar:
         show: None: on a terminal, after DELAY_SEC; True: at once, also where stderr is no terminal (one line at the
             end); False: never.
         clock: seconds; a fake one in tests.
+        lines: with show=None, whether to print a line each LINE_SEC where stderr is no terminal: for commands.
     """
 
-    def __init__(self, label: str, show: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, label: str, show: bool | None = None, clock: Callable[[], float] = time.monotonic, *, lines: bool = False
+    ) -> None:
+        self._lines = False
         if show is None and (sys.stderr is None or not sys.stderr.isatty()):
-            show = False
+            show, self._lines = False, lines and sys.stderr is not None
         self._label, self._clock = label, clock
-        self._next = math.inf if show is False else clock() + (0.0 if show else DELAY_SEC)
+        delay = LINE_SEC if self._lines else math.inf if show is False else 0.0 if show else DELAY_SEC
+        self._next = clock() + delay
         self._keep = bool(show)  # on the screen when it has ended
         self._bar: Progress | None = None
 
@@ -44,7 +54,12 @@ class ProgressBar:
         """Draw the bar if the last drawing is old enough; `total` is None if it is not known."""
         if not self.due():
             return
-        self._next = self._clock() + INTERVAL_SEC
+        self._next = self._clock() + (LINE_SEC if self._lines else INTERVAL_SEC)
+        if self._lines:
+            parts = (f"{done:,}" + ("" if total is None else f" of {total:,}"), note)
+            with suppress(OSError):  # a full or closed stderr
+                print(f"nanoinfer: {self._label}: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
+            return
         if self._bar is None:
             self._bar = self._start(total)
         task = self._bar.tasks[0]

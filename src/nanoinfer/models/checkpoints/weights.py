@@ -63,6 +63,8 @@ class Weights:
 
     method: str | None = field(default=None, kw_only=True)
     """How a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
+    file_bytes: int = field(default=0, kw_only=True)
+    """Size of the checkpoint's files; 0: not known."""
     calibration: Calibration | None = field(default=None, kw_only=True)
     """What weights the errors in packed folders in int4 and in GGUF files; None: all count alike."""
 
@@ -167,7 +169,10 @@ def check(
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: found for name, found in formats.items() if found is not None}
     blocks = _with_shared_inputs(_in_one_format(blocks, tensors, source), config)
-    return Weights(config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks)
+    sizes = {tensor.file.path: tensor.file.size for tensor in stored.values()}
+    return Weights(
+        config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks, file_bytes=sum(sizes.values())
+    )
 
 
 def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:
