@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.batch import run_on
 from helpers.drafters import FailingDrafter
 from helpers.models import CHARS, make_folder, make_model, weights_of
-from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.engines import registry
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.tokenizers import char_to_json
@@ -318,3 +321,77 @@ def test_a_thread_is_not_starved_by_one_that_generates_in_a_loop(tmp_path: Path)
     stop.set()
     thread.join(120)
     assert not thread.is_alive()
+
+
+async def _async_text(llm: LLM) -> str:
+    async with AsyncLLM.from_llm(llm) as model:
+        return [output async for output in model.generate("ab", ONE)][-1].outputs[0].text
+
+
+def _batch_text(llm: LLM, folder: Path) -> str:
+    (folder / "in.jsonl").write_text('{"prompt": "ab", "max_tokens": 1, "temperature": 0}\n')
+    run_on(llm, str(folder / "in.jsonl"), str(folder / "out.jsonl"))
+    return (folder / "out.jsonl").read_text()
+
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
+TWO = SamplingParams(temperature=0.0, max_tokens=2)
+LONG = SamplingParams(temperature=0.0, max_tokens=20)
+CALLS: dict[str, Callable[[LLM, Path], Any]] = {
+    "stream": lambda llm, _: "".join(llm.stream("ab", ONE)),
+    "generate": lambda llm, _: [output.outputs[0].text for output in llm.generate(["ab", "ab"], ONE)],
+    "embed": lambda llm, _: llm.embed("ab")[0].outputs.embedding,
+    "loglikelihood": lambda llm, _: llm.loglikelihood("a", "b")[0].log_likelihood,
+    "batch": _batch_text,
+    "async": lambda llm, _: asyncio.run(_async_text(llm)),
+    "use_engine": lambda llm, _: llm.core.use_engine(1, lambda engine: 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_runs_no_step_that_another_thread_has_made_needless(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call waits for the lock while another thread runs the step that ends what the call waits for."""
+    llm = LLM(str(make_folder(tmp_path)), engine="native", threads=1, max_num_seqs=4, enable_prefix_caching=False)
+    core, step, extend = llm.core, llm.core.step, llm.engine.extend
+    expected = CALLS[name](llm, tmp_path)
+    (tmp_path / "out.jsonl").unlink(missing_ok=True)
+    others = [TWO, LONG, LONG, LONG] if name == "use_engine" else [LONG]  # as many as fit, until one has ended
+    core.submit(llm.requests.make_all(["b"] * len(others), others))
+    core.step()
+    steps_of: list[str] = []
+    in_step, ended, callers = threading.Event(), threading.Event(), set[int]()
+
+    def slow_extend(batch: StepBatch) -> Any:
+        steps_of.append(threading.current_thread().name)
+        in_step.set()
+        while steps_of == ["other"] and not callers & core._waiting:  # until the call waits for the lock
+            time.sleep(0.001)
+        return extend(batch)
+
+    def step_of_call(**until: Any) -> Any:
+        callers.add(threading.get_ident())
+        if not steps_of:
+            other = threading.Thread(target=lambda: [step(), ended.set()], name="other")
+            other.start()
+            assert in_step.wait(60)
+        return step(**until)
+
+    monkeypatch.setattr(llm.engine, "extend", slow_extend)
+    monkeypatch.setattr(core, "step", step_of_call)
+    assert CALLS[name](llm, tmp_path) == expected
+    assert ended.wait(60)
+    assert steps_of == ["other"]
+
+
+def test_the_outputs_of_ended_requests_wait_for_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    requests = llm.requests.make_all(["ab", "ba"], params)
+    llm.core.submit(requests)
+    while not all(r.finished for r in requests):
+        llm.core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core, "_lock", None)  # whoever takes it raises an error
+        texts = [llm.core.output(r).outputs[0].text for r in requests]
+    assert texts == [llm.generate(p, params)[0].outputs[0].text for p in ("ab", "ba")]

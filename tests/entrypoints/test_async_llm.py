@@ -475,7 +475,7 @@ def test_an_exception_of_the_engine_ends_what_runs(
 
 
 def test_an_exception_outside_the_engine_does_not_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(**until: Any) -> None:
         raise RuntimeError("no schedule")
 
     async def main(model: AsyncLLM) -> None:
@@ -755,10 +755,10 @@ def test_the_engine_thread_sleeps_without_requests(llm: LLM, monkeypatch: pytest
     steps = 0
     step = llm.core.step
 
-    def count() -> Any:
+    def count(**until: Any) -> Any:
         nonlocal steps
         steps += 1
-        return step()
+        return step(**until)
 
     monkeypatch.setattr(llm.core, "step", count)
 

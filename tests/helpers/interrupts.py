@@ -45,7 +45,7 @@ def unreachable(frame: FrameType) -> bool:
     into and out of a `with` on a lock (a trace function is called on that line both times) nor at a `try`.
     """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    locks = "with self._turn()" in line or "with self._lock" in line
+    locks = line.strip().startswith("with ") and "self._lock" in line
     return frame.f_code.co_name == "__del__" or locks or line.strip() == "try:"
 
 

@@ -123,7 +123,7 @@ class BatchRunner:
         try:
             while self._fill(reader, several) or self._window:
                 if self._num_running:
-                    self._core.step()
+                    self._core.step(until=lambda: bool(self._queue))
                     self._collect()
                 self._write(output)
                 if bar.due():

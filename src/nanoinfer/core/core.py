@@ -45,7 +45,18 @@ if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
 
 T = TypeVar("T")
-HAND_OVER_SEC = 1e-4  # Python's locks are not fair: a thread that steps in a loop sleeps so that others get the lock
+HAND_OVER_SEC, MAX_HAND_OVER_SLEEPS = 1e-4, 100
+"""How long and how often a thread that has run a step sleeps until a waiting one has the lock: locks are not fair."""
+
+
+class _WaitingThreads(set[int]):
+    """The threads that wait for the lock; as a context manager, it contains the current thread."""
+
+    def __enter__(self) -> None:
+        self.add(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:  # an interrupt may have ended the wait
+        self.discard(threading.get_ident())
 
 
 class Core:
@@ -88,7 +99,7 @@ class Core:
         self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.outputs.logprobs, clock)
         self._lock = processes.step_lock()
         self._generation = processes.generation()
-        self._waiting: set[int] = set()  # threads that wait for the lock
+        self._waiting = _WaitingThreads()
         self._cancelled: deque[Request] = deque()
         self.num_blocks = engine.num_free_blocks  # of the KV cache: no sequence is open yet
         self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
@@ -145,7 +156,7 @@ class Core:
         Raises:
             QueueFull: max_num_queued requests would not be enough. None of them is queued.
         """
-        with self._lock_in_turn():
+        with self._waiting, self._lock_in_turn():
             self._begin()
             unfinished = [r for r in requests if not r.finished]  # the tokens that a request gives may end its output
             self.scheduler.add(*unfinished)
@@ -168,12 +179,12 @@ class Core:
     def abort(self, *requests: Request) -> None:
         """End requests now and free their resources. Their outputs keep the tokens generated so far."""
         self.cancel(requests)
-        with self._lock_in_turn():
+        with self._waiting, self._lock_in_turn():
             self._begin()
 
     def reset_prefix_cache(self) -> None:
         """Close all kept sequences."""
-        with self._lock_in_turn():
+        with self._waiting, self._lock_in_turn():
             self._begin()
             self._clean = False
             while self.scheduler.cache.close_oldest():
@@ -183,25 +194,32 @@ class Core:
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        with self._lock_in_turn():
+        with self._waiting, self._lock_in_turn():
             self._begin()
             return self.scheduler.unfinished
 
     # The step --------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Delta]:
+    def step(self, until: Callable[[], bool] | None = None) -> list[Delta]:
         """Run one step; return and queue its deltas: one for each sequence that sampled or whose beam search ended.
 
         With overlap scheduling, a call launches a step and returns the deltas of the previous one; the first call
         returns none. Without unfinished requests, a call does nothing.
 
+        Args:
+            until: returns whether the caller needs no step any more: it is called with the lock held, because another
+                thread may have run the step while this one waited for the lock. None: the step is run in any case.
+
         Raises:
             Exception: the engine failed. All running requests have been ended and closed.
         """
-        with self._lock_in_turn():
+        with self._waiting, self._lock_in_turn():
             self._begin()
             self._clean = False
             try:
+                if until is not None and until():
+                    self._end()
+                    return []
                 deltas: list[Delta] = []
                 start = self.clock()
                 in_flight, self._in_flight = self._in_flight, None
@@ -221,7 +239,9 @@ class Core:
                 self._recover(e)
                 raise
             self._end()
-        if self._waiting:
+        for _ in range(MAX_HAND_OVER_SLEEPS):
+            if not self._waiting or self._lock.locked():
+                break
             time.sleep(HAND_OVER_SEC)
         return deltas
 
@@ -232,7 +252,7 @@ class Core:
         sequence and must close it.
         """
         while True:
-            with self._lock_in_turn():
+            with self._waiting, self._lock_in_turn():
                 self._begin()
                 self._clean = False
                 try:
@@ -245,14 +265,14 @@ class Core:
                 self._end()
                 if found:
                     return found[0]
-            self.step()
+            self.step(until=lambda: self.scheduler.has_room(num_tokens))
 
     def _lock_in_turn(self) -> AbstractContextManager[object]:
-        """Register this thread as waiting, and return the lock that every operation holds."""
+        """Return the lock that every operation holds."""
         processes.wait_if_exiting()
         if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
-            self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
-        self._waiting.add(threading.get_ident())
+            self._generation, self._lock = processes.generation(), processes.step_lock()
+            self._waiting.clear()
         return self._lock if not processes.is_exiting() else nullcontext()
 
     def _begin(self) -> None:
@@ -363,7 +383,12 @@ class Core:
             self._overlap.forget(s)
 
     def output(self, request: Request) -> RequestOutput:
-        """Return a request's output so far, between two steps: see `OutputProcessor.output`."""
-        with self._lock_in_turn():
+        """Return a request's output so far, between two steps: see `OutputProcessor.output`.
+
+        That of a request that has ended waits for no step.
+        """
+        if request.output is not None:
+            return request.output
+        with self._waiting, self._lock_in_turn():
             self._begin()
             return self.outputs.output(request)

@@ -68,8 +68,8 @@ def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]
 class OutputProcessor:
     """Turns what a step has appended into deltas, and ended requests into outputs.
 
-    A request with a queue (`Request.queue`) gets its deltas there, and its output as the last item, however it ended.
-    After an interrupt the output may be queued twice.
+    A request gets its output (`Request.output`), however it ended. One with a queue (`Request.queue`) gets its deltas
+    there, and its output as the last item; after an interrupt the output may be queued twice.
 
     Args:
         tokenizer: decodes the tokens of log-probabilities; None: they have no text.
@@ -83,12 +83,11 @@ class OutputProcessor:
         self.logprobs = Logprobs(tokenizer)
         self._speculators, self._clock = speculators, clock
         self._open: dict[Request, None] = {}
-        """Requests whose queue has not got their output."""
+        """Requests that have not got their output."""
 
     def add(self, request: Request) -> None:
         """Note a request that is queued for execution."""
-        if request.queue is not None:
-            self._open[request] = None
+        self._open[request] = None
 
     def delta(self, s: Sequence, num_before: int) -> Delta:
         """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
@@ -100,11 +99,12 @@ class OutputProcessor:
         return made
 
     def end(self, requests: Iterable[Request] | None = None) -> None:
-        """Queue the outputs of those requests that have finished. None: look at all, after an interrupt."""
+        """Make the outputs of those requests that have finished. None: look at all, after an interrupt."""
         for request in list(self._open) if requests is None else requests:
             if request in self._open and request.finished:
-                assert request.queue is not None
-                request.queue.append(self.output(request))
+                request.output = self.output(request)
+                if request.queue is not None:
+                    request.queue.append(request.output)
                 del self._open[request]
 
     def output(self, request: Request) -> RequestOutput:

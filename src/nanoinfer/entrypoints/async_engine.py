@@ -147,7 +147,7 @@ class AsyncEngine:
                 try:
                     if not self._run_commands():
                         return
-                    self.core.step()
+                    self.core.step(until=lambda: bool(self._queue))
                     self._send_queue()
                 except Exception as e:
                     self._fail(e)

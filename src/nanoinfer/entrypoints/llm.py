@@ -25,7 +25,7 @@ from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.pooling import Pooler
 from nanoinfer.entrypoints.pooling_methods import PoolingMethods
-from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream
+from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults, one_of
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
@@ -133,8 +133,9 @@ class LLM(PoolingMethods):
         requests = self.requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
         with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
             self.core.submit(requests)
-            while not all(r.finished for r in requests):
-                self.core.step()
+            finished = all_finished(requests)
+            while not finished():
+                self.core.step(until=finished)
                 if bar.due():
                     bar.update(sum(r.finished for r in requests), len(requests))
         return [self.core.output(r) for r in requests]

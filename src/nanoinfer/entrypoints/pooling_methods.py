@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.pooling import Pooler, PoolingWork, Reading, T
-from nanoinfer.entrypoints.streams import Ownership
+from nanoinfer.entrypoints.streams import Ownership, all_finished
 from nanoinfer.errors import ResultError
 from nanoinfer.inputs.prompts import Prompt, numbered
 from nanoinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -92,8 +92,9 @@ class PoolingMethods:
         requests = work.make()
         with Ownership(self.core, requests), ProgressBar(what, use_tqdm) as bar:
             self.core.submit(requests)
-            while not all(r.finished for r in requests):
-                self.core.step()
+            finished = all_finished(requests)
+            while not finished():
+                self.core.step(until=finished)
                 if bar.due():
                     bar.update(sum(r.finished for r in requests), len(requests))
         for i, request in enumerate(requests):

@@ -193,7 +193,7 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T], salt: str | None =
                     requests.pop()
                     break
                 more = next(left, None)
-            core.step()
+            core.step(until=lambda: bool(requests) and requests[0].finished)
             while requests and requests[0].finished:
                 (sequence,) = requests[0].sequences
                 if sequence.finish_reason != "stop":

@@ -8,7 +8,7 @@ ends its requests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nanoinfer.core.core import Core
 from nanoinfer.errors import NanoinferError
@@ -41,6 +41,18 @@ class Ownership:
             self._core.cancel(self._requests)
 
 
+def all_finished(requests: Sequence[Request]) -> Callable[[], bool]:
+    """Return a function that returns whether the requests have finished. It looks at each finished one once."""
+    left = [*requests]
+
+    def finished() -> bool:
+        while left and left[-1].finished:
+            left.pop()
+        return not left
+
+    return finished
+
+
 class OutputStream(Iterator[Delta | RequestOutput]):
     """Yields the deltas of each step, and each request's output after its last delta."""
 
@@ -63,7 +75,7 @@ class OutputStream(Iterator[Delta | RequestOutput]):
     def __next__(self) -> Delta | RequestOutput:
         while self._open:
             if not self._queue:
-                self._core.step()
+                self._core.step(until=lambda: bool(self._queue))
                 continue
             item = self._queue.popleft()
             if isinstance(item, Delta):

@@ -98,6 +98,8 @@ class Request:
     """Log-probabilities of the prompt's tokens, None for the first; None if not requested."""
     queue: deque[Delta | RequestOutput] | None = None
     """Gets its deltas, and its output at the end. Several requests may share it. None: the request is not streamed."""
+    output: RequestOutput | None = None
+    """Its output, from the end of the step that ended it."""
     priority: int = 0
     """Requests of smaller priority are admitted first."""
     salt: str | None = None
