@@ -72,6 +72,7 @@ def chat(
     if chat_template is not None:
         options["chat_template"] = read_text(chat_template, "a chat template")
     if tools is not None:
+        options["parallel_tool_calls"] = False  # each result is typed
         options["tools"] = parse_json(read_text(tools, "a list of tools"), f"{escaped(tools)} is not JSON")
 
     from nanoinfer.cli.chat_session import Session

@@ -19,7 +19,7 @@ from typing import Any, cast
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.grammar import to_grammar
+from nanoinfer.inputs.answers.grammar import RepeatableCalls, to_grammar
 from nanoinfer.inputs.answers.lenient import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
@@ -49,6 +49,8 @@ class Answers:
     """See `AnswerFormat.reasoning_of`."""
     constrained: bool = False
     """Whether a grammar holds the calls to their format."""
+    ends_repeated: bool = False
+    """Whether a call that repeats an earlier one ends an answer."""
     template: ResponseTemplate | None = None
     """What the model itself says about its answers; None: the format says it."""
     prompt: str = ""
@@ -65,7 +67,12 @@ class Answers:
             return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
         starts, special = self.in_reasoning is True, self.formatter.special_tokens
         return AnswerParser(
-            self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained, special_tokens=special
+            self.format,
+            self.tools,
+            starts_in_reasoning=starts,
+            constrained=self.constrained,
+            special_tokens=special,
+            ends_repeated=self.ends_repeated,
         )
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
@@ -178,7 +185,8 @@ def chat_prompt(
         grammar = None
     callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
     constrained, template = bool(callable_tools) and grammar is not None, formatter.response_template(source)
-    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, template, text)
+    repeats = isinstance(grammar, RepeatableCalls)
+    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, repeats, template, text)
     if isinstance(params, SamplingParams):
         shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))
         hides = params.skip_special_tokens and not shows

@@ -13,6 +13,7 @@ from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, input_too_long, too_long
+from nanoinfer.inputs.answers.grammar import RepeatableCalls
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import LONG_TEXT
@@ -118,6 +119,8 @@ class RequestFactory:
             compiled = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)
+                if isinstance(params.structured_outputs, RepeatableCalls):
+                    s.text.ends = params.structured_outputs.ends()
         if params.output_token_ids:
             (s,) = request.sequences
             s.begin()

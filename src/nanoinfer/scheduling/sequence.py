@@ -301,8 +301,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.
 
-        The conditions are checked in this order: end token, stop string, complete by its grammar, max_tokens, context
-        length.
+        The conditions are checked in this order: end token, stop string, complete by its grammar or a repeated call,
+        max_tokens, context length.
         """
         assert self.finish_reason is None
         self.token_ids.append(token_id)
@@ -315,6 +315,7 @@ class Sequence:
             return self._finish("stop", token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
+        complete = complete or self.text.has_ended
         ends = complete or length >= self._ends_at
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)

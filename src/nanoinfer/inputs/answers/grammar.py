@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lark import Arguments, Lark, own, regex
+from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from nanoinfer.structured.grammars import to_text
@@ -63,6 +65,7 @@ def to_grammar(
     if not (calling or forbids or (reasons and (answer is not None or thinking_budget is not None))):
         return answer
     made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
+    several = False
     if calling:
         several = parallel and choice in ("auto", "required")
         made.add_tools([tool for tool in tools if choice in ("auto", "required", tool.name)], several)
@@ -71,7 +74,33 @@ def to_grammar(
         raise NanoinferError(
             f"tools: their grammar has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}: give fewer tools"
         )
-    return StructuredOutputsParams(grammar=text)
+    if choice != "required" or not several or not format.parallel:
+        return StructuredOutputsParams(grammar=text)
+    starts, special = in_reasoning is True, tuple(special_tokens or ())
+    return RepeatableCalls(
+        grammar=text,
+        make_parser=lambda: AnswerParser(
+            format, tools, starts_in_reasoning=starts, special_tokens=special, ends_repeated=True
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class RepeatableCalls(StructuredOutputsParams):
+    """The grammar of any number of calls, of which weak models write one again and again."""
+
+    make_parser: Callable[[], AnswerParser] | None = field(default=None, repr=False, compare=False)
+
+    def ends(self) -> Callable[[str], bool]:
+        """Return what takes the pieces of one output; it returns whether a call has repeated an earlier one."""
+        assert self.make_parser is not None
+        parser = self.make_parser()
+
+        def push(piece: str) -> bool:
+            parser.feed(piece)
+            return parser.has_repeated
+
+        return push
 
 
 class _Answer:

@@ -37,6 +37,10 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.S)
 _WORD = re.compile(r"[^\s<]+")
 
 
+class _Repeated(Exception):
+    """A call ends the answer."""
+
+
 class AnswerParser:
     """Reads one answer.
 
@@ -46,6 +50,7 @@ class AnswerParser:
         starts_in_reasoning: whether the prompt has opened the reasoning (`AnswerFormat.reasoning_of`).
         constrained: whether a grammar constrains the answer (grammar.py).
         special_tokens: of the tokenizer.
+        ends_repeated: whether a call with the name and the arguments of an earlier one ends the answer. It is left out.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class AnswerParser:
         starts_in_reasoning: bool = False,
         constrained: bool = False,
         special_tokens: Collection[str] = (),
+        ends_repeated: bool = False,
     ) -> None:
         self._format, self._tools, self._constrained = format, {tool.name: tool for tool in tools}, constrained
         self._special_tokens = tuple(special_tokens)
@@ -66,6 +72,7 @@ class AnswerParser:
         self._held: list[str] = []  # of its arguments
         self._releases = constrained  # arguments as they arrive
         self._in_reasoning, self._is_cut = starts_in_reasoning, True
+        self._ends_repeated, self.has_repeated = ends_repeated, False
         self._running: Waiting[None] | None = self._messages() if format.has_headers else self._run()
 
     def feed(self, text: str) -> list[AnswerDelta]:
@@ -86,7 +93,7 @@ class AnswerParser:
         if self._running is not None:
             try:
                 next(self._running)
-            except StopIteration:
+            except (StopIteration, _Repeated):
                 self._running = None
         return self._built.take()
 
@@ -219,6 +226,9 @@ class AnswerParser:
         except Malformed:
             refused = self._built.num_calls == num_calls
         else:
+            self.has_repeated = self._ends_repeated and self._repeats(whole=True)
+            if self.has_repeated:
+                raise _Repeated
             self._flush()
             reader.raw = None
             yield from self._tail()
@@ -330,8 +340,14 @@ class AnswerParser:
 
     def _argument(self, text: str) -> None:
         self._held.append(text)
-        if self._releases and self._name is not None:
+        if self._releases and self._name is not None and not (self._ends_repeated and self._repeats(whole=False)):
             self._flush()
+
+    def _repeats(self, whole: bool) -> bool:
+        """Return whether the call that is held is an earlier one. Args: whole: False: whether it may become one."""
+        name, text = self._name, "".join(self._held)
+        calls = [call.arguments for call in self._built.message().tool_calls if call.name == name]
+        return text in calls if whole else any(call.startswith(text) for call in calls)
 
     def _flush(self) -> None:
         """Release the call, or what is held of its arguments."""
