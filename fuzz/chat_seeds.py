@@ -146,6 +146,15 @@ _ITEMS: list[dict[str, Any]] = [
     {"type": "function_call", "call_id": "call_1", "name": "get", "arguments": '{"a": "x"}'},
     {"type": "function_call_output", "call_id": "call_1", "output": "c"},
 ]
+_CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "grammar"}}
+_CUSTOM_ITEMS: list[dict[str, Any]] = [
+    {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "d"}, {"type": "web_search_call"},
+    {"type": "custom_tool_call_output", "call_id": "call_2", "output": [{"type": "input_image"}]},
+]  # fmt: skip
+_BLOCKS: list[dict[str, Any]] = [
+    {"type": "tool_use", "id": "t", "name": "get", "input": {}}, {"type": "server_tool_use"},
+]  # fmt: skip
+_RESULTS = [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**_CHAT, "tool_choice": "required"}),
     ("/v1/chat/completions", {**_CHAT, "tool_choice": "auto", "stream": True, "stream_options": {"include_usage": True}}),
@@ -165,7 +174,12 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
                        "text": {"format": {"type": "json_schema", "name": "n", "schema": _OBJECT}}}),
     ("/v1/messages", {"model": "m", "messages": _TALK[:1], "system": "b", "max_tokens": 40, "tool_choice": {"type": "any"},
                       "tools": [{"name": "get", "input_schema": TOOL["function"]["parameters"]}]}),
+    ("/v1/responses", {"input": _ITEMS + _CUSTOM_ITEMS, "tools": [_CUSTOM, {"type": "web_search"}], "max_output_tokens": 40,
+                       "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [_CUSTOM]}, "stream": True}),
     ("/v1/messages", {"model": "m", "messages": _TALK[:1], "max_tokens": 20, "stream": True, "stop_sequences": ["z"]}),
+    ("/v1/messages", {"model": "m", "system": [{"type": "text", "text": "x-anthropic-billing-header: a"}], "max_tokens": 5,
+                      "messages": [{"role": "assistant", "content": _BLOCKS}, {"role": "user", "content": _RESULTS}],
+                      "tools": [{"type": "bash_20250124", "name": "b"}], "thinking": {"type": "enabled", "budget_tokens": 9}}),
     ("/detokenize", {"tokens": [40, 41]}),
     ("/page/markdown", {"text": "# a\n\n- *b* [c](http://d)\n\n```\ne\n```\n\n| f | g |\n|---|---|\n| <b> | ![h](i) |"}),
 ]  # fmt: skip
