@@ -143,6 +143,38 @@ def test_keys_that_no_layer_reads_may_be_in_the_file(tmp_path: Path) -> None:
     torch.testing.assert_close(load_gpt(open_folder(tmp_path / "model"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
 
 
+NOT_WEIGHTS = ("model.layers.0.self_attn.rotary_emb.inv_freq", "gpt_neox.layers.0.attention.masked_bias",
+               "mtp.layers.0.input_layernorm.weight", "model.layers.0.self_attn.k_scale",
+               "model.layers.1.self_attn.v_proj.v_scale", "model.layers.0.attn.bias")  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "gpt_neox", "phi"])
+def test_tensors_that_transformers_leaves_out_are_left_out(case: str, tmp_path: Path) -> None:
+    model, idx = make_folder(case, tmp_path / "model"), torch.arange(40)[None]
+    path = tmp_path / "model" / "model.safetensors"
+    beside = {name: torch.ones(1, 1, 4, 4, dtype=torch.bool) for name in NOT_WEIGHTS}
+    safetensors.save_file(beside | safetensors.load_file(path), path)
+    torch.testing.assert_close(load_gpt(open_folder(path.parent))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("embedding", [True, False])
+def test_a_tied_model_with_a_head_of_its_own_is_that_of_transformers(
+    embedding: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_folder("llama-one-head", tmp_path)
+    path, idx = tmp_path / "model.safetensors", torch.arange(40)[None]
+    tensors = safetensors.load_file(path)
+    values = tensors["model.embed_tokens.weight"] if embedding else tensors.pop("model.embed_tokens.weight")
+    safetensors.save_file(tensors | {"lm_head.weight": values * 2}, path, {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    weights = open_folder(tmp_path)
+    torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+    assert weights.config.tie_word_embeddings is not embedding
+    assert ("lm_head.weight differs from the embedding" in caplog.text) is embedding
+
+
 @torch.inference_mode()
 def test_longrope_takes_the_divisors_of_the_context_length(tmp_path: Path) -> None:
     """transformers selects them by the length of each text."""

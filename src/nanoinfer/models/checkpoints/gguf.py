@@ -168,6 +168,6 @@ def stored_family(config: ModelConfig, layout: Architecture) -> Family:
     order = own if layout.interleaved else lambda config, part: None
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
     return replace(
-        family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), ignored=(), fused=fused,
+        family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
         read_fused={}, from_stored=Family.from_stored, to_stored=Family.to_stored,
     )  # fmt: skip

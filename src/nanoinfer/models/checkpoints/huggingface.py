@@ -59,6 +59,9 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     refuse_adapter(folder)
     config = hf_config.read(folder / "config.json", quantized=True)
     quantization = hf_config.quantization(folder / "config.json")
+    if quantization is None and (path := folder / "hf_quant_config.json").is_file():
+        known = "save it as compressed-tensors, or use a GGUF file"
+        raise NanoinferError(f"{escaped(path)}: weights quantized by modelopt are not supported: {known}")
     stored: dict[str, StoredTensor] = {}
     files = [_text_part(_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]

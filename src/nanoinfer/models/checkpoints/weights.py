@@ -118,6 +118,13 @@ def has_format(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name != POSITIONS and not name.endswith((".router.weight", ".shared_gate.weight"))
 
 
+_NOT_WEIGHTS = re.compile(
+    r"(^|\.)(mtp\..*|(attn|attention)\.(masked_)?bias|attn\.embed_positions|position_ids|[kv]_scale"
+    r"|rotary_emb\.(inv_freq|cos_cached|sin_cached))$"
+)
+"""Tensors that files have beside weights, and transformers leaves out: masks and tables of its older versions, scales
+of a cache in 8 bits, layers that predict further tokens."""
+
 Tensors = dict[str, StoredTensor | JoinedTensor]
 
 
@@ -136,22 +143,30 @@ def check(
         family: how the model's tensors are stored; None: as `config.family` says.
 
     Raises:
-        NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype; or a tied head
-            differs from the embedding.
+        NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype.
     """
-    family = FAMILIES[config.family] if family is None else family
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
+    family, given = FAMILIES[config.family] if family is None else family, stored
+    stored = {name: tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.search(name)}
+    if left_out := sorted(given.keys() - stored.keys()):
+        log.info(
+            "%s: %d tensors that are not weights are left out: %s, ...", source, len(left_out), escaped(left_out[0])
+        )
     stored = family.from_stored(config, _with_parts(stored, config, family))
     _check_layers(config, stored, source, family)
     unread = family.unread(config)
     stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    head_name, embedding = (
+        family.recipe(config, name, config.vocab_size).parts[0][0]
+        for name in ("lm_head.weight", "transformer.wte.weight")
+    )
+    if config.tie_word_embeddings and head_name in stored and embedding not in stored:
+        stored[embedding] = stored.pop(head_name)  # as in transformers
     tensors: Tensors = {}
     used: set[str] = set()
     for name, shape in shapes(config).items():
         recipe = family.recipe(config, name, shape[0])
         tensors[name] = _assemble(recipe, shape, stored, source)
         used.update(theirs for theirs, _ in recipe.parts)
-    head_name = family.recipe(config, "lm_head.weight", config.vocab_size).parts[0][0]
     head = stored.get(head_name) if config.tie_word_embeddings else None
     if extra := sorted(stored.keys() - used - ({head_name} if head else set())):
         names = ", ".join(f"{name!r:.80}" for name in extra[:3])
@@ -162,9 +177,8 @@ def check(
             where = escaped(tensor.file.path)
             raise NanoinferError(f"{where}: tensor {name} is {found}: weights must be one of {', '.join(ITEM_BYTES)}")
     if head is not None and not _equal(head, tensors["transformer.wte.weight"]):
-        raise NanoinferError(
-            f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
-        )
+        log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding: it is used", source, head_name)
+        return check(replace(config, tie_word_embeddings=False), given, source, dtype, family)  # as in transformers
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: found for name, found in formats.items() if found is not None}

@@ -91,8 +91,6 @@ class Family:
     """Our parts, or `fused` tensors, whose matrices are stored as (in, out)."""
     folded: frozenset[str] = frozenset()
     """Our parts of which a stored row has those of all layers."""
-    ignored: tuple[str, ...] = ()
-    """Suffixes of stored tensors that are not weights."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored tensor of a layer -> those of `names` that are its equal parts, one below the other. If they are of each
     expert, the tensor has three dimensions, the experts first."""

@@ -42,5 +42,4 @@ FAMILY = Family(
     write_layers=lambda config: {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_ctx": config.block_size},
     layer="transformer.h.{}.",
     transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
-    ignored=(".attn.bias", ".attn.masked_bias"),
 )  # fmt: skip

@@ -69,5 +69,4 @@ FAMILY = Family(
     write_layers=_write_layers,
     layer="gpt_neox.layers.{}.",
     order=_order,
-    ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )

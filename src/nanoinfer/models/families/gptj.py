@@ -57,5 +57,4 @@ FAMILY = Family(
     write_layers=_write_layers,
     layer="transformer.h.{}.",
     order=interleaved,
-    ignored=(".attn.bias", ".attn.masked_bias", ".attn.embed_positions"),
 )  # fmt: skip
