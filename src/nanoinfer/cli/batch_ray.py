@@ -67,7 +67,7 @@ def generate(
         raise _no_stream()
 
     from nanoinfer.ray.connect import check_pool, connected
-    from nanoinfer.ray.file import run_file
+    from nanoinfer.ray.pipeline import run_file
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None

@@ -153,25 +153,22 @@ class Conversation:
 
     def unread_options(self) -> list[str]:
         """Return the options of reasoning that are given and change nothing, because the chat template has none."""
-        options, found = self._options, []
+        options = self._options
         probes: dict[str, tuple[Any, ...]] = {"enable_thinking": (True, False), "reasoning_effort": ("none", "low")}
-        for name, values in probes.items():
-            if getattr(options, name) is not None and len({self._probe(name, value) for value in values}) == 1:
-                found.append(name)
-        if (
-            options.thinking_token_budget is not None
-            and not self._formatter.format(options.chat_template).reasoning_end
-        ):
+        given = [name for name in probes if getattr(options, name) is not None]
+        found = [name for name in given if len({self._probe(name, value) for value in probes[name]}) == 1]
+        budget = options.thinking_token_budget
+        if budget is not None and not self._formatter.format(options.chat_template).reasoning_end:
             found.append("thinking_token_budget")
         return found
 
     def _probe(self, option: str, value: Any) -> str:
-        """Return the prompt of a short message with a value of an option, or why the template refuses it."""
-        options: Any = {option: value}
+        """Return the prompt of a short message with a value of an option; where it has none, the value."""
+        options: Any = {option: value, "tools": None, "tool_choice": None}
         try:
             return self._formatter.render([{"role": "user", "content": "a"}], replace(self._options, **options))
-        except NanoinferError as e:
-            return str(e)
+        except NanoinferError:
+            return str(value)
 
     @property
     def _num_system(self) -> int:

@@ -14,14 +14,17 @@ import re
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+from nanoinfer.batch.lines import LineReader
+from nanoinfer.batch.output import FileOutput, StreamOutput
 from nanoinfer.errors import NanoinferError
-from nanoinfer.ray.actor import Answer, Job, LineActor, datasource, from_table
+from nanoinfer.ray.actor import Answer, Job, LineActor, check_of, datasource, from_table
 from nanoinfer.ray.connect import Pool, capacity, pool_of, versions
-from nanoinfer.ray.plan import Piece, without
+from nanoinfer.ray.plan import Piece, changed, plan, without
+from nanoinfer.utils.progress import ProgressBar
 
 CALLS = 8
 """Blocks that an actor works on at a time."""
@@ -58,6 +61,49 @@ def answers(pieces: Sequence[Piece], job: Job, skip: int = 0) -> Generator[Answe
             if failures == FAILURES:
                 raise NanoinferError(f"the pipeline ended {FAILURES} times without a result: {_cause(e)}") from None
             left, skip = without(left, max(done, skip))
+
+
+def run_file(
+    names: Sequence[str], reader: LineReader, output: FileOutput | StreamOutput, job: Job, bar: ProgressBar
+) -> None:
+    """Write the records of the lines that the reader has not read yet. The caller closes the output.
+
+    The output and its checkpoints are those of `nanoinfer batch` without a cluster, which continues what this has
+    begun, and the other way round. A checkpoint needs the place and the hash of each line, so the files are read in
+    step with the records. This also detects a line that has changed since an actor read it.
+
+    Args:
+        names: regular files.
+        reader: reads the same files; it is where the output ends.
+        output: is started when there is a first record.
+        job: how to generate.
+        bar: shows how far it is.
+
+    Raises:
+        NanoinferError: see `answers`; a file was changed meanwhile; the output cannot be written.
+    """
+    started = False
+    while not reader.at_end():  # again, where lines were added meanwhile
+        pieces: list[Piece] = []
+        before = 0
+        for name in names:
+            made, num_lines = plan(name, job.files, before, len(pieces))
+            pieces, before = pieces + made, before + num_lines
+        total, start = sum(piece.num_lines for piece in pieces), output.done.num_records
+        with closing(answers(pieces, job, start)) as results:
+            for answer in results:
+                line = next(reader, None)
+                if line is None or (line.place.number, check_of(line)) != (answer.number, answer.check):
+                    raise changed(line.place.file if line is not None else names[-1])
+                if not started:
+                    output.start()
+                    started = True
+                output.write(answer.record, line.place, answer.error)
+                output.checkpoint()
+                if bar.due():
+                    bar.update(output.done.num_records, total)
+        if not start < output.done.num_records == total:
+            raise changed(names[-1])
 
 
 def _run(pieces: Sequence[Piece], job: Job, pool: Pool) -> Iterator[Answer]:

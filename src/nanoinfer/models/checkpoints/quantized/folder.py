@@ -14,8 +14,7 @@ from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.quantized.base import Method, Parts, QuantizedTensor, Scheme
 from nanoinfer.models.checkpoints.quantized.compressed_tensors import COMPRESSED_TENSORS
 from nanoinfer.models.checkpoints.quantized.floats import BITSANDBYTES, FBGEMM_FP8, FP8, MXFP4
-from nanoinfer.models.checkpoints.quantized.integers import AWQ, GPTQ
-from nanoinfer.models.checkpoints.quantized.ternary import BITNET
+from nanoinfer.models.checkpoints.quantized.integers import AWQ, BITNET, GPTQ
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import show
