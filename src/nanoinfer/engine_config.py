@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.pooling_params import PoolingConfig
+from nanoinfer.utils.arguments import unknown_argument
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, show
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -155,6 +156,6 @@ class LLMConfig:
         given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
-                raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+                raise unknown_argument("LLM", name, owner)
             given[owner[name]][name] = value
         return cls(model, tokenizer, seed, defaults, *(kind(**given[kind]) for kind in given))

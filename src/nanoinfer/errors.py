@@ -68,6 +68,15 @@ def input_too_long(num_tokens: str, block_size: int) -> NanoinferError:
     )
 
 
+def only_text(part: object) -> str:
+    """Return the end of the error about a part of a content that is no text: an image, or a malformed part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    media = ("image", "audio", "video", "file", "document")
+    if isinstance(kind, str) and any(name in kind for name in media):
+        return f"models here read text only: leave out the {kind}, or describe it in a text"
+    return "give the text as a string, or in such parts"
+
+
 def result_error(error: str) -> ResultError:
     """Return the exception for the error of an output, which is text: steps keep no exceptions, which hold frames."""
     return TokensExcluded() if error == TokensExcluded.MESSAGE else ResultError(error)

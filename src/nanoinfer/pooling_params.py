@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.arguments import explains_arguments
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_int, show
 
 POOLING_TYPES = ("last", "mean", "cls")
@@ -13,6 +14,7 @@ POOLING_TYPES = ("last", "mean", "cls")
 MAX_CLASSIFIER_CHARS = 1000
 
 
+@explains_arguments
 @dataclass(frozen=True)
 class PoolingParams:
     """What a request for an embedding or a score asks for.

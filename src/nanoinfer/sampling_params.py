@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, one_line
+from nanoinfer.utils.arguments import explains_arguments
 from nanoinfer.utils.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
 
 MAX_LOGPROBS = 1000
@@ -77,6 +78,7 @@ class BadWords:
         ]
 
 
+@explains_arguments
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What an output must match: exactly one of json, regex, choice, grammar and json_object.
@@ -174,6 +176,7 @@ _SWITCHES = (
 )  # fmt: skip
 
 
+@explains_arguments
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters that control how the tokens of one request are sampled, and when its outputs end.
@@ -206,8 +209,7 @@ class SamplingParams:
     n: int = 1
     """Outputs to return for each prompt, at most 128."""
     best_of: int | None = None
-    """Outputs to generate for each prompt, of which the n with the highest log-probability per token are returned, at
-    most 128 (default: n)."""
+    """Outputs to generate, of which the n most likely per token are returned, at most 128 (default: n)."""
     stop: tuple[str, ...] = ()
     """Strings that end the output, which does not contain them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -347,6 +349,7 @@ class SamplingParams:
         return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
 
 
+@explains_arguments
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of a beam search: the names of vLLM, and early_stopping and length_penalty of transformers.

@@ -49,7 +49,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "enable_lora": ([False], [True]),
     "max_loras": ([1], [4]),
     "max_lora_rank": ([16], [64]),
-    "trust_remote_code": ([False], [True]),
+    "trust_remote_code": ([False, True], [1, None]),
     "tokenizer_mode": (["auto", "hf"], ["slow", "mistral"]),
     "skip_tokenizer_init": ([False], [True]),
     "revision": ([None, "main"], ["v2"]),
@@ -88,7 +88,7 @@ def test_values_without_effect_and_others(name: str, caplog: pytest.LogCaptureFi
         assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
             (
                 "WARNING",
-                f"vLLM's {name}={value!r}: no effect, because it is what happens here anyway (docs/from-vllm.md)",
+                f"vLLM's arguments without effect here (docs/from-vllm.md): {name}={value!r} ({FOREIGN[name].why})",
             )
         ]
     for value in VALUES[name][1]:
@@ -121,9 +121,11 @@ def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.L
     assert llm.config.block_size == 16
     said = [message for message in caplog.messages if "vLLM" in message]
     assert said == [
-        "vLLM's tensor_parallel_size=1, gpu_memory_utilization=0.9, trust_remote_code=False, enforce_eager=True,"
-        " swap_space=4, download_dir='/models', task='generate': no effect, because it is what happens here anyway"
-        " (docs/from-vllm.md)"
+        "vLLM's arguments without effect here (docs/from-vllm.md): tensor_parallel_size=1 (one device computes),"
+        " gpu_memory_utilization=0.9 (keys and values take a quarter of the free memory), trust_remote_code=False (no"
+        " code in a model's files runs), enforce_eager=True (the engine determines whether steps are captured or"
+        " compiled), swap_space=4 (no keys and values are swapped), download_dir='/models' (models are downloaded to"
+        " the Hub's cache), task='generate' (a model generates, embeds and scores)"
     ]
     caplog.clear()
     LLM(str(tiny_folder))
@@ -131,7 +133,7 @@ def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.L
 
 
 def test_an_unknown_name_is_found_before_a_value_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_sise'"):
+    with pytest.raises(TypeError, match=r"argument 'tensor_parallel_sise'$"):
         EngineArgs("shakespeare", tensor_parallel_size=2, tensor_parallel_sise=1)
 
 

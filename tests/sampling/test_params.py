@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoinfer import LLM, PoolingParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import (
     BadWords,
@@ -226,9 +228,22 @@ def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) ->
     assert len(message) < 300
 
 
-def test_an_unknown_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="use_beam_search"):
-        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (SamplingParams, "max_new_tokens", ": did you mean max_tokens?"),
+        (SamplingParams, "num_return_sequences", ": did you mean n?"),
+        (SamplingParams, "use_beam_search", ""),
+        (BeamSearchParams, "num_beams", ": did you mean beam_width?"),
+        (StructuredOutputsParams, "json_schema", ": did you mean json?"),
+        (PoolingParams, "normalise", ": did you mean normalize?"),
+        (LLM, "n_ctx", ": did you mean max_model_len?"),
+    ],
+)
+def test_an_unknown_keyword_is_a_type_error(kind: Any, name: str, meant: str) -> None:
+    message = f"{kind.__name__}() got an unexpected keyword argument {name!r}{meant}"
+    with pytest.raises(TypeError, match=f"{re.escape(message)}$"):
+        kind(*["shakespeare"] * (kind is LLM), **{name: 1})
 
 
 def test_what_the_caller_changes_afterwards_changes_nothing() -> None:

@@ -36,6 +36,7 @@ MIB = 1 << 20
 SLACK = 48 * MIB  # what the allocator keeps
 CONNECTIONS, IN_FLIGHT, BODY, ENTRIES, CONTEXT = 300, 16, MIB, 50_000, 512
 MEGABYTE = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=1_000_000))
+WORST = "1 " * 500_000  # the most words, whose pieces the tokenizer keeps until it has all
 OPTIONS = [f"--max-requests-in-flight={IN_FLIGHT}", f"--max-connections={CONNECTIONS}", "--engine=native",
            f"--max-logprob-entries={ENTRIES}", f"--max-body-bytes={BODY}"]  # fmt: skip
 
@@ -101,7 +102,8 @@ def bodies(server: ServerProcess, stack: ExitStack) -> None:
 
 def long_texts(server: ServerProcess, stack: ExitStack) -> None:
     assert at_once(server, [{"prompt": MEGABYTE}] * IN_FLIGHT) == {400}
-    assert at_once(server, [{"prompt": MEGABYTE, "return_token_strs": True}] * 4, TOKENIZE) == {200}
+    for text in (MEGABYTE, WORST):
+        assert at_once(server, [{"prompt": text, "return_token_strs": True}] * 4, TOKENIZE) == {200}
 
 
 def sliding(server: ServerProcess, stack: ExitStack) -> None:
@@ -144,7 +146,7 @@ PARTS = {
     for part in (
         Part("a connection", CONNECTIONS * 64 * 1024, heads),
         Part("a request in flight", IN_FLIGHT * 12 * BODY, bodies),
-        Part("a long text", 250 * BODY, long_texts),
+        Part("a long text", 450 * BODY, long_texts),
         Part("prompts beyond the context", 80 * MAX_SLIDING_TOKENS, sliding),
         Part("log-probabilities", 800 * NUM_ENTRIES_IN_FLIGHT * ENTRIES, logprobs),
         Part("embeddings", 16 * MAX_EMBEDDING_VALUES, embeddings),
@@ -173,7 +175,7 @@ def memory(server: ServerProcess, name: str) -> int:
 def test_the_table_has_these_parts() -> None:
     assert promised("a connection") == "64 KiB"
     assert promised("a request in flight") == "12 × `--max-body-bytes`"
-    assert promised("a long text") == "250 × `--max-body-bytes`, one at a time"
+    assert promised("a long text") == "450 × `--max-body-bytes`, one at a time"
     assert promised("prompts beyond the context") == "80 bytes × 1,048,576 tokens, all together"
     assert promised("log-probabilities") == "800 bytes × 4 × `--max-logprob-entries`, all together"
     assert promised("embeddings") == "16 bytes × 16,777,216 values, all together"

@@ -18,6 +18,7 @@ from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.kv.plan import plan_limits
 from nanoinfer.utils import processes
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -136,6 +137,12 @@ def resolve(config: EngineConfig, device: str, dtype: str) -> EngineSpec:
     Raises:
         NanoinferError: there is no such engine, or it does not support the configuration; the message has the reason.
     """
+    known = dict.fromkeys(name for spec in ENGINES.values() for name in spec.quantizations)
+    if config.quantization not in (None, *known):
+        raise NanoinferError(
+            f"quantization={show(config.quantization)} is unknown: use {' or '.join(known)}; other formats are those of"
+            " files, which are read as they are: leave it out, and give a file or folder in that format"
+        )
     if config.engine == "auto":
         reasons = {s: _why_not(s, config, device, dtype) for s in ENGINES.values()}
         fitting = sorted((s for s, reason in reasons.items() if reason is None), key=lambda s: s.preferred)

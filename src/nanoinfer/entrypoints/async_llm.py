@@ -38,7 +38,7 @@ from nanoinfer.utils.checks import require_choice, show
 from nanoinfer.utils.workers import Workers
 
 NUM_PREPARING = 4  # threads that prepare requests: a chat template that takes seconds delays no other request
-LONG_TEXT = 1 << 15  # characters of a text that is tokenized apart from the others, one at a time: up to 200 bytes each
+LONG_TEXT = 1 << 15  # characters of a text that is tokenized apart from the others, one at a time: up to 450 bytes each
 T = TypeVar("T")
 _Self = TypeVar("_Self", bound="AsyncLLM")
 

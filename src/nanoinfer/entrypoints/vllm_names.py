@@ -183,7 +183,7 @@ FOREIGN: dict[str, Foreign] = {
     "enable_lora": _only([False], *_ADAPTERS),
     "max_loras": _only([1], *_ADAPTERS),
     "max_lora_rank": _only([16], *_ADAPTERS),
-    "trust_remote_code": _only([False], "no code in a model's files runs"),
+    "trust_remote_code": _only([False, True], "no code in a model's files runs"),
     "tokenizer_mode": _only(["auto", "hf"], "tokenizer.json is used", "give tokenizer= a folder or a file"),
     "skip_tokenizer_init": _only([False], "the tokenizer is loaded", "leave it out, and give token ids as prompts"),
     "revision": _only([None, "main"], *_BRANCH),
@@ -241,8 +241,8 @@ def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
     for name, value in foreign.items():
         _check(name, value, {**own, "model": model})
     if foreign:
-        said = ", ".join(f"{name}={show(value)}" for name, value in foreign.items())
-        log.warning("vLLM's %s: no effect, because it is what happens here anyway (docs/from-vllm.md)", said)
+        said = ", ".join(f"{name}={show(value)} ({FOREIGN[name].why})" for name, value in foreign.items())
+        log.warning("vLLM's arguments without effect here (docs/from-vllm.md): %s", said)
     if seed and "random:" not in str(model):
         log.warning("seed=%s is that of random weights: give SamplingParams(seed=...) for reproducible outputs", seed)
     return config

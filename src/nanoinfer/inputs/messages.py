@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, only_text
 from nanoinfer.inputs.prompts import numbered
 from nanoinfer.utils.checks import show
 
@@ -143,9 +143,7 @@ def _text(content: Any, role: str) -> str:
         if role == "tool" and kind in _OTHER_PARTS:
             text = f"[{kind}: left out, because this model reads text only]"
         if not isinstance(text, str):
-            raise NanoinferError(
-                f"content part {show(part)} is not {{'type': 'text', 'text': ...}}: models here read text only"
-            )
+            raise NanoinferError(f"content part {show(part)} is not {{'type': 'text', 'text': ...}}: {only_text(part)}")
         texts.append(text)
     return "\n".join(texts)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, only_text
 from nanoinfer.openai_protocol.errors import as_sent, renamed
 from nanoinfer.openai_protocol.fields import (
     CHAT,
@@ -278,7 +278,7 @@ def _text(value: Any, at: str, *, is_result: bool = False) -> str:
             text = f"[{kind}: left out, because this model reads text only]"
         if not isinstance(text, str):
             raise FieldError(
-                f"{at}[{i}]={show(part)} is not {{'type': 'input_text', 'text': ...}}: models here read text only",
+                f"{at}[{i}]={show(part)} is not {{'type': 'input_text', 'text': ...}}: {only_text(part)}",
                 "input",
             )
         texts.append(text)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import anyio
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
+from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import escaped
 
 MAX_SLIDING_TOKENS = 1 << 20
@@ -61,6 +63,17 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
             "prompt" if num_prompts > 1 else name,
         )
     _check_values(params, config, vocab_size)
+
+
+def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:
+    """Check numbers of log-probabilities before the body is parsed, by the server's limit. Raises FieldError."""
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        value = body.get(name)
+        if value is not None and not isinstance(value, bool):
+            try:
+                require_int(name, value, WHOLE_VOCABULARY, config.max_logprobs)
+            except NanoinferError as e:
+                raise FieldError(f"{e}, the server's max_logprobs", name) from None
 
 
 def _check_values(params: SamplingParams, config: ServerConfig, vocab_size: int) -> None:

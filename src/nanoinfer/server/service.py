@@ -20,7 +20,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
-from nanoinfer.server.limits import Quotas
+from nanoinfer.server.limits import Quotas, check_logprobs
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
@@ -75,6 +75,7 @@ class Service:
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
         """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
+        check_logprobs(body, self.config)
         request = SHAPES[url].parse(body, self.defaults.get(url, self.defaults[CHAT]))
         self.check_model(request.model)
         for what in set(request.left_out) - self._left_out:

@@ -90,7 +90,10 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
         if not isinstance(kind, str) or kind not in ("gpt2", "llama", "gemma4"):
-            raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are")
+            raise NanoinferError(
+                f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are:"
+                " give tokenizer= (--tokenizer) the model's folder or tokenizer.json"
+            )
         vocabulary = _read_vocabulary(metadata)
         pre = metadata.get(f"{PREFIX}pre", "default")
         if not isinstance(pre, str):
