@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from nanoinfer.engine_config import DTYPES as DTYPES  # of this module to all others
 from nanoinfer.engine_config import GENERATION_CONFIGS as GENERATION_CONFIGS
+from nanoinfer.engine_config import OF_CHATS as OF_CHATS
 from nanoinfer.engine_config import PARTS as PARTS
 from nanoinfer.engine_config import SAMPLERS as SAMPLERS
 from nanoinfer.engine_config import EngineConfig as EngineConfig

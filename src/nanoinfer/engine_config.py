@@ -121,6 +121,8 @@ class SchedulerConfig:
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
+OF_CHATS = ("generation_config", "chat_template", "generic_tools")
+"""Fields of LLMConfig that are options of `LLM` and in none of PARTS."""
 PARTS = (EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig)  # in the order of LLMConfig's fields
 
 
@@ -136,6 +138,10 @@ class LLMConfig:
     """Seed of random weights."""
     generation_config: str = "auto"
     """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
+    chat_template: str | None = None
+    """Jinja template to use instead of the model's own."""
+    generic_tools: bool = False
+    """Describe tools in the system message where the chat template does not show them."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -143,19 +149,26 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        require_bool("generic_tools", self.generic_tools)
+        if self.chat_template is not None and not (isinstance(self.chat_template, str) and self.chat_template):
+            raise NanoinferError(f"chat_template={show(self.chat_template)} is not a Jinja template")
 
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from generation_config and the fields of PARTS.
+        """Return the configuration from the fields of OF_CHATS and PARTS.
 
         Raises TypeError if none of them has a field of that name.
         """
         options = dict(options)
-        defaults = options.pop("generation_config", "auto")
+        of_chats = {name: options.pop(name) for name in OF_CHATS if name in options}
         owner = {f.name: kind for kind in PARTS for f in fields(kind)}
         given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
                 raise unknown_argument("LLM", name, owner)
             given[owner[name]][name] = value
-        return cls(model, tokenizer, seed, defaults, *(kind(**given[kind]) for kind in given))
+        engine, speculation, scheduler, pooling = (kind(**given[kind]) for kind in given)
+        return cls(
+            model, tokenizer, seed, **of_chats,
+            engine=engine, speculation=speculation, scheduler=scheduler, pooling=pooling,
+        )  # fmt: skip

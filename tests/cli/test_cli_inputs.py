@@ -246,3 +246,22 @@ def test_eval_draws_a_bar_on_a_terminal_alone(tiny_folder: Path, tmp_path: Path)
     assert b"/840" in drawn
     done = subprocess.run(arguments, capture_output=True, env=env, check=True)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(["a"], ["A", "A"]), (["m2=b", "a"], ["A", "B"]), (["m1=a"], ["A", None]), ([], [None] * 2)],
+)
+def test_chat_templates_of_models(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[str], expected: list[Any]
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("nanoinfer.cluster.serve.serve", lambda configs, *rest: served.extend(configs))
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).write_text(name.upper())
+    flags = [flag for value in values for flag in ("--chat-template", value)]
+    assert run("serve", "m1", "m2", "--port", 0, "--generic-tools", *flags)[0] == 0
+    assert [(config.chat_template, config.generic_tools) for config in served] == [(e, True) for e in expected]
+    code, _, err = run("serve", "m1", "m2", "--port", 0, "--chat-template", "m3=a")
+    assert (code, "m3=a" in err) == (2, True)

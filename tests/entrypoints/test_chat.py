@@ -19,9 +19,11 @@ from helpers.errors import refuses
 from helpers.interrupts import ENGINES, check, how_often, interrupt_everywhere
 from helpers.models import TINY, make_folder, make_model, submit
 from helpers.overlap import make_core
+from helpers.tools import TWO
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.entrypoints.conversation import Conversation
+from nanoinfer.inputs.tools import as_tools
 from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.checkpoints.load import load_model
 
@@ -140,6 +142,7 @@ def test_places_of_the_template(tmp_path: Path) -> None:
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
     config.write_text(json.dumps({"chat_template": listed}))
     assert load_model(str(path)).chat_template == "listed"
+    assert load_model(str(path)).tool_template == "tools"
     config.write_text(json.dumps({"chat_template": "own", "bos_token": "<b>", "unk_token": 3}))
     assert load_model(str(path)).chat_template == "own"
     (path / "chat_template.jinja").write_text("jinja \u00e9")
@@ -147,7 +150,7 @@ def test_places_of_the_template(tmp_path: Path) -> None:
         json.dumps({"bos_token": "<other>", "pad_token": {"content": "<p>"}, "additional_special_tokens": ["x"]})
     )
     loaded = load_model(str(path))
-    assert loaded.chat_template == "jinja \u00e9"
+    assert (loaded.chat_template, loaded.tool_template) == ("jinja \u00e9", None)
     assert loaded.special_tokens == {"bos_token": "<b>", "pad_token": "<p>"}
 
 
@@ -180,13 +183,37 @@ def test_a_packed_folder_keeps_the_template_and_the_sampling_parameters(tmp_path
     from nanoinfer.cli import app
 
     folder, out = chat_folder(tmp_path / "tiny"), tmp_path / "packed"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
     (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 3, "top_k": null}')
     made = CliRunner().invoke(app.app, ["pack", str(folder), "--dtype", "float32", "--output", str(out)])
     assert made.exit_code == 0, made.output
     ours, theirs = LLM(str(out)), LLM(str(folder))
     assert ours.chat(HI, GREEDY)[0].outputs == theirs.chat(HI, GREEDY)[0].outputs
+    assert ours.decode(ours.apply_chat_template(HI, tools=TWO[:1])) == TWO[0]["function"]["name"]
     assert ours.get_default_sampling_params() == SamplingParams(temperature=0.5)
     assert ours.config.eos_token_ids == theirs.config.eos_token_ids == (3,)
+
+
+def test_a_template_of_the_constructor_and_tools_that_it_does_not_show(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    llm = LLM(str(folder), chat_template=template)
+    assert llm.decode(llm.apply_chat_template(HI, tools=TWO[:1])) == f"<user>{HI[0]['content']}"
+    assert "give generic_tools=True (--generic-tools), or describe the tools" in caplog.text
+    llm = LLM(str(folder), chat_template=template, generic_tools=True)
+    system = [{"role": "system", "content": "Be brief."}, *HI]
+    text = llm.decode(llm.apply_chat_template(system, tools=TWO[:1]))
+    assert text.startswith("<system>You can call these functions.")
+    assert f"\n{json.dumps(as_tools(TWO)[0].for_template()['function'])}\n" in text
+    assert text.endswith(
+        '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>\n\nBe brief.'
+        f"<user>{HI[0]['content']}"
+    )
+    shows = template + "{{ tools | tojson }}"
+    assert "You can call" not in llm.decode(llm.apply_chat_template(HI, tools=TWO[:1], chat_template=shows))
+    refuses(lambda: LLM(str(folder), chat_template=""), "chat_template='' is not a Jinja template")
 
 
 # Conversations ------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "guided_decoding_backend": (["auto", "guidance"], ["xgrammar"]),
     "structured_outputs_config": ([None, {}], [{"backend": "xgrammar"}]),
     "override_generation_config": ([None, {}], [{"temperature": 0.5}]),
-    "chat_template": ([None], ["{{ messages }}"]),
     "task": (["generate", "auto", "embed", "score"], ["classify"]),
     "runner": (["generate", "auto", "pooling"], ["draft"]),
     "convert": (["auto", "none", "embed"], ["classify"]),

@@ -209,6 +209,8 @@ def whole_model(tmp_path: Path) -> LoadedModel:
     config = config_of(tokenizer, vocab_size=tokenizer.vocab_size + 5, eos_token_ids=(end,))
     huggingface.save(make_weights(config), tmp_path / "hf", tokenizers.to_json(tokenizer))
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>\n")
+    named = [{"name": "tool_use", "template": "{{ tools }}"}]
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     (tmp_path / "hf" / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
     return load_model(str(tmp_path / "hf"))
 
@@ -219,6 +221,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
     gguf_export.write_file(model.weights, tmp_path / "a.gguf", "Q8_0", text, "hf")
     found = load_model(str(tmp_path / "a.gguf"))
     assert (found.chat_template, found.special_tokens) == (model.chat_template, model.special_tokens)
+    assert found.tool_template == model.tool_template == "{{ tools }}"
     assert found.config.eos_token_ids[0] == model.config.eos_token_ids[0]
     assert found.tokenizer is not None
     assert model.tokenizer is not None

@@ -28,6 +28,7 @@ from nanoinfer.cli.options import (
     chat_template_flag,
     flags,
     generation_config_flag,
+    generic_tools_flag,
     llm_config,
     model_flag,
     of_model,
@@ -63,6 +64,7 @@ _CAPACITY = (
 @model_flag
 @tokenizer_flag
 @chat_template_flag
+@generic_tools_flag
 @click.option(
     "--seed",
     metavar="INT",
@@ -188,6 +190,7 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
         "generation_config": config.generation_config,
+        "generic_tools": config.generic_tools,
         "flags": are_given(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")),
     }
     return {name: value for name, value in settings.items() if name not in _CAPACITY}

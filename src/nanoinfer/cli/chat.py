@@ -24,6 +24,7 @@ from nanoinfer.cli.options import (
     chat_template_flag,
     flags,
     generation_config_flag,
+    generic_tools_flag,
     llm_config,
     of_model,
     tokenizer_flag,
@@ -41,6 +42,7 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
 @tokenizer_flag
 @click.option("--system", metavar="TEXT", help="System message.")
 @chat_template_flag
+@generic_tools_flag
 @click.option("--tools", metavar="FILE", type=PATH, help="JSON list of tools, in OpenAI's shape, that may be called.")
 @click.option("--tool-choice", metavar="TEXT", help="none, auto, required or the name of a tool. [default: auto]")
 @click.option(

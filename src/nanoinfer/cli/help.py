@@ -34,7 +34,7 @@ TOPICS: dict[str, dict[str, str]] = {
         **_RUNNING,
     },
     "chat": {
-        "Tools and reasoning": "tools tool_choice enable_thinking reasoning_effort thinking_token_budget"
+        "Tools and reasoning": "tools tool_choice generic_tools enable_thinking reasoning_effort thinking_token_budget"
         " hide_reasoning",
         "Output length": _LENGTH,
         "Sampling": _SAMPLING.replace(" n ", " ") + " generation_config",  # one answer

@@ -37,7 +37,12 @@ _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
 }
 # Second names of flags.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
-_OF_MODEL = ("model", "tokenizer", "generation_config")  # fields of LLMConfig that are flags of their own
+_OF_MODEL = (
+    "model",
+    "tokenizer",
+    "generation_config",
+    "generic_tools",
+)  # fields of LLMConfig that are flags of their own
 _Command = Callable[..., Any]
 
 model_flag = click.option(
@@ -51,6 +56,7 @@ chat_template_flag = click.option(
     "--chat-template", metavar="FILE", type=PATH, help="Jinja template to use instead of the model's own."
 )
 
+generic_tools_flag = click.option("--generic-tools", is_flag=True, help=field_docs(LLMConfig)["generic_tools"])
 generation_config_flag = click.option(
     "--generation-config", metavar="NAME", type=click.Choice(GENERATION_CONFIGS), default="auto", show_default=True,
     help=field_docs(LLMConfig)["generation_config"],

@@ -81,7 +81,7 @@ def pack(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
     chat = loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults, loaded.response_template
-    write_folder(output, chat_files.to_files(*chat))
+    write_folder(output, chat_files.to_files(*chat, loaded.tool_template))
     for name, files in loaded.pooling.to_files().items():
         write_folder(output / name, files)
     formats = " ".join(format_names(block_formats)) or format

@@ -5,18 +5,24 @@ Examples:
     nanoinfer serve gpt2 --quantization int8 --port 9000
     nanoinfer serve gpt2 --replicas 2
     nanoinfer serve a.gguf b.gguf --idle-unload 300
+    nanoinfer serve a.gguf b.gguf --chat-template b.gguf=tools.jinja
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import flags, generation_config_flag, llm_config, tokenizer_flag
+from nanoinfer.cli.options import flags, generation_config_flag, generic_tools_flag, llm_config, tokenizer_flag
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.utils.files import read_text
 
 
 @command("serve")
@@ -25,11 +31,22 @@ from nanoinfer.server.config import ServerConfig
     help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET; or several.",
 )  # fmt: skip
 @tokenizer_flag
+@click.option(
+    "--chat-template", "chat_templates", metavar="[MODEL=]FILE", multiple=True,
+    help="Jinja template to use instead of the model's own, of all models or of one. May be repeated.",
+)  # fmt: skip
+@generic_tools_flag
 @generation_config_flag
 @flags(ServerConfig, "server")
 @flags(ClusterConfig, "cluster")
 @llm_config("pooling", "scheduler", "speculation", "engine")
-def serve(models: tuple[str, ...], server: ServerConfig, cluster: ClusterConfig, config: LLMConfig) -> None:
+def serve(
+    models: tuple[str, ...],
+    chat_templates: tuple[str, ...],
+    server: ServerConfig,
+    cluster: ClusterConfig,
+    config: LLMConfig,
+) -> None:
     """Serve models over HTTP with OpenAI's interface."""
     try:
         from nanoinfer.server import auth, descriptors, run
@@ -39,7 +56,8 @@ def serve(models: tuple[str, ...], server: ServerConfig, cluster: ClusterConfig,
             raise
         raise NanoinferError(missing_extra(package, "server")) from None
 
-    configs = [replace(config, model=model) for model in models]
+    files = _by_model(models, chat_templates)
+    configs = [replace(config, model=model, chat_template=files[model]) for model in models]
     server = auth.with_keys(server)
     descriptors.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
     if len(configs) > 1 or cluster.needs_front:
@@ -51,3 +69,13 @@ def serve(models: tuple[str, ...], server: ServerConfig, cluster: ClusterConfig,
         from nanoinfer.entrypoints.async_llm import AsyncLLM
 
         run.serve(AsyncLLM.from_config(configs[0]), server, bound)
+
+
+def _by_model(models: Sequence[str], given: Sequence[str]) -> dict[str, str | None]:
+    """Return the chat template of each model from values of --chat-template, FILE or MODEL=FILE; None: its own."""
+    found: dict[str, str | None] = dict.fromkeys(models)
+    for value in sorted(given, key=lambda value: any(value.startswith(f"{model}=") for model in models)):
+        model = next((model for model in models if value.startswith(f"{model}=")), None)
+        template = read_text(Path(value if model is None else value[len(model) + 1 :]), "a chat template")
+        found |= dict.fromkeys(models if model is None else [model], template)
+    return found

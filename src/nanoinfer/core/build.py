@@ -66,10 +66,12 @@ def build_core(config: LLMConfig) -> BuiltCore:
         seed=config.seed,
         quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
         block_formats=loaded.weights.formats(options.quantization) if spec.native else {},
-        chat_template=loaded.chat_template,
+        chat_template=config.chat_template or loaded.chat_template,
+        tool_template=None if config.chat_template else loaded.tool_template,
+        generic_tools=config.generic_tools,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
-        response_template=loaded.response_template,
+        response_template=None if config.chat_template else loaded.response_template,  # it is about the own template
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
         has_head=loaded.weights.has_head,
         pooling=loaded.pooling.with_options(config.pooling, loaded.tokenizer),

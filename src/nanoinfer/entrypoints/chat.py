@@ -154,8 +154,8 @@ def chat_prompt(
     """
     params = params or SamplingParams()
     text = messages if isinstance(messages, str) else formatter.render(messages, options)
-    source, tools, choice = options.chat_template, options.checked_tools, options.choice
-    format = formatter.format(source)
+    tools, choice = options.checked_tools, options.choice
+    format = formatter.format(formatter.source(options))
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
         in_reasoning = False
@@ -184,8 +184,8 @@ def chat_prompt(
         log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
         grammar = None
     callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
-    constrained, template = bool(callable_tools) and grammar is not None, formatter.response_template(source)
-    repeats = isinstance(grammar, RepeatableCalls)
+    template = formatter.response_template(options.chat_template)
+    constrained, repeats = bool(callable_tools) and grammar is not None, isinstance(grammar, RepeatableCalls)
     answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, repeats, template, text)
     if isinstance(params, SamplingParams):
         shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))

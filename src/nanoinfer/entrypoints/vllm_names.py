@@ -16,7 +16,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.config import PARTS, EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
+from nanoinfer.config import OF_CHATS, PARTS, EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.messages import is_list
 from nanoinfer.pooling_params import PoolingConfig
@@ -166,7 +166,6 @@ FOREIGN: dict[str, Foreign] = {
     "guided_decoding_backend": _only(["auto", "guidance"], _GUIDANCE),
     "structured_outputs_config": _only([None, {}], _GUIDANCE),
     "override_generation_config": _only([None, {}], _PARAMS, "give generate() the SamplingParams"),
-    "chat_template": _only([None], "the model's own template is used", "give it to LLM.chat"),
     # the model
     "task": _only(["auto", "generate", "embed", "embedding", "score"], *_TASKS),
     "runner": _only(["auto", "generate", "pooling"], *_TASKS),
@@ -276,6 +275,7 @@ def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
 def llm_signature() -> Signature:
     """Return the signature of `LLM.__init__` with all options."""
     options = [f for config in PARTS for f in fields(config)]
+    of_chats = [f for f in fields(LLMConfig) if f.name in OF_CHATS]
     kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return Signature(
         [
@@ -283,7 +283,7 @@ def llm_signature() -> Signature:
             Parameter("model", positional, annotation="str"),
             Parameter("tokenizer", kind, default=None, annotation="str | None"),
             Parameter("seed", kind, default=0, annotation="int"),
-            Parameter("generation_config", kind, default="auto", annotation="str"),
+            *(Parameter(f.name, kind, default=f.default, annotation=f.type) for f in of_chats),
             *(Parameter(f.name, kind, default=f.default, annotation=f.type) for f in options),
         ],
         return_annotation=None,

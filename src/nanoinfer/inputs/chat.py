@@ -13,7 +13,7 @@ from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lenient import LenientTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
-from nanoinfer.inputs.history import History
+from nanoinfer.inputs.history import History, describe_tools
 from nanoinfer.inputs.messages import Message, is_list
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.models.chat_template import ChatTemplate
@@ -25,6 +25,7 @@ from nanoinfer.utils.checks import require_bool, require_int, show
 log = logging.getLogger("nanoinfer")
 _ARGUMENTS = ("messages", "add_generation_prompt")  # of a template, with parameters of their own
 _MAX_FORMATS = 8  # of chat templates that are kept
+_MAX_TEMPLATES = 2  # that are kept with their processes: one for chats with tools, one for others
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,8 @@ class ChatFormatter:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
-        self._template: ChatTemplate | None = None  # the one used last, whose process is still there
+        self._templates: list[ChatTemplate] = []  # those used last, whose processes are still there
         self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
-        self._histories: dict[tuple[str, bool], History] = {}
         self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
         self._special_tokens: Mapping[str, int] | None = None
         self.lenient_tools = LenientTools()
@@ -134,8 +134,12 @@ class ChatFormatter:
             NanoinferError: as `ChatTemplate.render` and `template`; or the last message cannot be continued.
         """
         variables = options.variables()
-        template = self.template(options.chat_template)
-        messages = self._history(template, bool(variables.get("tools"))).fit(messages)
+        template = self.template(self.source(options))
+        history = History(template, self.format(template.source), bool(variables.get("tools")))
+        if self._model.generic_tools and options.checked_tools and not history.shows_tools:
+            description = describe_tools(self.format(template.source), options.checked_tools)
+            messages = [{"role": "system", "content": description}, *messages]
+        messages = history.fit(messages)
         if options.continue_final_message:
             text = _up_to_end(template, messages, variables)
         else:
@@ -143,9 +147,15 @@ class ChatFormatter:
         if not self._warned and (hidden := [tool.name for tool in options.checked_tools if tool.name not in text]):
             self._warned = True
             log.warning(
-                "the chat template does not show tool %r to the model: describe the tools in a message", hidden[0]
-            )
+                "the chat template does not show tool %r to the model: give generic_tools=True (--generic-tools), or"
+                " describe the tools in a message", hidden[0],
+            )  # fmt: skip
         return text
+
+    def source(self, options: ChatOptions) -> str | None:
+        """Return the source of the template to use; None: the model's own."""
+        own = self._model.tool_template if options.checked_tools else None
+        return own if options.chat_template is None else options.chat_template
 
     def format(self, source: str | None) -> AnswerFormat:
         """Return the format of the answers to what a template, or the model's own, makes. Raises as `template`.
@@ -159,13 +169,6 @@ class ChatFormatter:
             log.debug("answers of the chat template: %s", found)
             kept = list(self._formats.items())[1 - _MAX_FORMATS :]
             self._formats = {**dict(kept), template.source: found}  # no lock: an interrupt could leave it held
-        return found
-
-    def _history(self, template: ChatTemplate, has_tools: bool) -> History:
-        key = template.source, has_tools
-        if (found := self._histories.get(key)) is None:
-            found = History(template, self.format(template.source), has_tools)
-            self._histories = {**dict(list(self._histories.items())[1 - _MAX_FORMATS :]), key: found}
         return found
 
     def response_template(self, source: str | None) -> ResponseTemplate | None:
@@ -184,9 +187,10 @@ class ChatFormatter:
                 f"{model.no_chat_template_reason or f'model {model.name!r} has no chat template'}: give one by"
                 " chat_template= (--chat-template FILE), or use generate"
             )
-        template = self._template
-        if template is None or template.source != source:  # another thread may set another one meanwhile
-            self._template = template = ChatTemplate(source, model.special_tokens)
+        templates = self._templates  # another thread may set another list meanwhile
+        if (template := next((t for t in templates if t.source == source), None)) is None:
+            template = ChatTemplate(source, model.special_tokens)
+            self._templates = [*templates[1 - _MAX_TEMPLATES :], template]
         return template
 
     @property

@@ -32,7 +32,7 @@ _BEFORE = {"user": ("user",), "assistant": ("user", "assistant"), "tool": ("user
 
 
 class History:
-    """Fits conversations to one template. It renders each short conversation once.
+    """Fits conversations to one template, which keeps what it shows of short ones.
 
     Args:
         template: of the conversations.
@@ -43,12 +43,12 @@ class History:
     def __init__(self, template: ChatTemplate, format: AnswerFormat, has_tools: bool) -> None:
         self._template, self._format = template, format
         self._variables: dict[str, Any] = {"tools": PROBE_TOOLS} if has_tools else {}
-        self._shown: dict[tuple[str, ...], bool] = {}
+        self._shown = template.shown
 
     @property
     def shows_tools(self) -> bool:
         """Whether the template shows the tools of a conversation."""
-        return self._shows("tools", "user")
+        return self._shows("tools", "user") or self._shows("user", "tools")
 
     def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return checked messages as the template accepts them.
@@ -126,9 +126,10 @@ class History:
 
     def _shows(self, *roles: str) -> bool:
         """Return whether the template shows messages of some roles, in this order."""
-        if roles not in self._shown:
-            self._shown[roles] = self._probe(roles)
-        return self._shown[roles]
+        key = "tools" in self._variables, *roles
+        if key not in self._shown:
+            self._shown[key] = self._probe(roles)
+        return self._shown[key]
 
     def _probe(self, roles: Sequence[str]) -> bool:
         messages, texts = [], []

@@ -41,7 +41,11 @@ class ModelInfo:
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict)
     """Matrices of a GGUF file that are computed with in their own blocks -> q8_0, q4_0 or q4_1."""
     chat_template: str | None = None
-    """The model's own Jinja template."""
+    """The Jinja template of chats."""
+    tool_template: str | None = None
+    """Another one for chats with tools; None: there is none."""
+    generic_tools: bool = False
+    """Whether the system message describes tools that a template does not show."""
     no_chat_template_reason: str = ""
     """Why it could not be read; empty if there is none."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """The chat template of a Hugging Face folder, its special tokens, response template and default sampling parameters.
 
 The template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of which
-"default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json, else in
-special_tokens_map.json. The response template is in tokenizer_config.json, sampling parameters are in
-generation_config.json.
+"default" is taken), else in chat_template.json. The one for chats with tools, if there is another, is named "tool_use".
+Special tokens are in tokenizer_config.json, else in special_tokens_map.json. The response template is in
+tokenizer_config.json, sampling parameters are in generation_config.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.chat_template import MAX_TEMPLATE
 from nanoinfer.utils.files import decode_utf8, escaped, read_limited, read_object
 
-FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json")
+FILES = (
+    "chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json",
+    "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of generation_config.json that are sampling parameters, as in vLLM."""
@@ -33,12 +36,23 @@ def read(folder: Path) -> tuple[str | None, dict[str, str]]:
     """
     tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
     tokens = {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
-    if (path := folder / FILES[0]).is_file():
-        return decode_utf8(read_limited(path, 4 * MAX_TEMPLATE, "a chat template"), escaped(path)), tokens
+    if (template := _read_template(folder / FILES[0])) is not None:
+        return template, tokens
     for path, found in ((folder / FILES[1], tokenizer), (folder / FILES[2], _read_object(folder / FILES[2]))):
         if (template := found.get("chat_template")) is not None:
             return _default(template, path), tokens
     return None, tokens
+
+
+def tool_template(folder: Path) -> str | None:
+    """Return the template of a folder for chats with tools; None if they have the same one as others.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    if (template := _read_template(folder / FILES[4])) is not None:
+        return template
+    return _text(_named(_read_object(folder / FILES[1]).get("chat_template")).get("tool_use"))
 
 
 def response_template(folder: Path) -> Any:
@@ -65,11 +79,16 @@ def to_files(
     special_tokens: Mapping[str, str],
     sampling_defaults: Mapping[str, Any],
     response_template: Any = None,
+    tool_template: str | None = None,
 ) -> dict[str, bytes]:
     """Return the files that these are read from; none for what there is not."""
     files: dict[str, Any] = {GENERATION_CONFIG: sampling_defaults} if sampling_defaults else {}
     if response_template is not None:
         files[FILES[1]] = {"response_template": response_template}
+    if tool_template is not None:
+        named = {"default": template, "tool_use": tool_template}
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        files[FILES[1]] = {**files.get(FILES[1], {}), "chat_template": listed}
     if template is not None:
         files[FILES[3]] = special_tokens
     made = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}
@@ -86,11 +105,22 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _read_template(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return decode_utf8(read_limited(path, 4 * MAX_TEMPLATE, "a chat template"), escaped(path))
+
+
+def _named(templates: Any) -> dict[Any, Any]:
+    """Return the templates of a list of {"name": ..., "template": ...} by their names; none for anything else."""
+    listed = templates if isinstance(templates, list) else []
+    return {t.get("name"): t.get("template") for t in listed if isinstance(t, dict) and _text(t.get("name"))}
+
+
 def _default(template: Any, path: Path) -> str | None:
     """Return a template, or the one named "default" of a list of {"name": ..., "template": ...}."""
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict) and _text(t.get("name"))}
-        if "default" not in named:
+        if "default" not in (named := _named(template)):
             names = ", ".join(str(name) for name in named) or "none"
             raise NanoinferError(
                 f"{escaped(path)} has no chat template named default (it has: {escaped(names)}): give chat_template="

@@ -35,6 +35,7 @@ from nanoinfer.models.checkpoints.gguf_describe import describe_experts, describ
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
+from nanoinfer.models.checkpoints.gguf_tokenizer import TOOL_TEMPLATE
 from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer, write_tokenizer
 from nanoinfer.models.checkpoints.weights import Weights, more_bits
 from nanoinfer.models.families.base import Family
@@ -80,7 +81,8 @@ def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str,
     found = write_no_tokenizer(loaded.config)
     if with_tokenizer and loaded.tokenizer is not None:
         found = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
-    return found if loaded.chat_template is None else found | {"tokenizer.chat_template": loaded.chat_template}
+    templates = {"tokenizer.chat_template": loaded.chat_template, TOOL_TEMPLATE: loaded.tool_template}
+    return found | {key: template for key, template in templates.items() if template is not None}
 
 
 def write_file(

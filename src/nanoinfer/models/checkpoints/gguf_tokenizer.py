@@ -182,9 +182,13 @@ def _ends_by_name(metadata: Mapping[str, Value]) -> set[str]:
     return names
 
 
-def chat_template(metadata: Mapping[str, Value]) -> str | None:
-    """Return the chat template of a GGUF file, a Jinja template, or None."""
-    template = metadata.get("tokenizer.chat_template")
+TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"
+"""Key of the template for chats with tools."""
+
+
+def chat_template(metadata: Mapping[str, Value], key: str = "tokenizer.chat_template") -> str | None:
+    """Return a chat template of a GGUF file, in Jinja, or None. Args: key: its own, or that of TOOL_TEMPLATE."""
+    template = metadata.get(key)
     return template if isinstance(template, str) else None
 
 

@@ -57,6 +57,8 @@ class LoadedModel:
     """Why `tokenizer` is None, with the remedy."""
     chat_template: str | None = None
     """Jinja template of the model's file or folder."""
+    tool_template: str | None = None
+    """Another one for chats with tools."""
     no_chat_template_reason: str = ""
     """Why `chat_template` could not be read; empty if there is none."""
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -169,6 +171,7 @@ def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value
     """Set what a GGUF file or a folder says of chats, embeddings and sampling."""
     if metadata is not None:
         loaded.chat_template = gguf_tokenizer.chat_template(metadata)
+        loaded.tool_template = gguf_tokenizer.chat_template(metadata, gguf_tokenizer.TOOL_TEMPLATE)
         loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
         loaded.pooling = pooling.of_gguf(metadata)
     elif path.is_dir():
@@ -177,6 +180,7 @@ def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value
         try:
             loaded.response_template = chat_files.response_template(path)
             loaded.chat_template, loaded.special_tokens = chat_files.read(path)
+            loaded.tool_template = chat_files.tool_template(path)
         except NanoinferError as e:
             loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
 
