@@ -173,7 +173,9 @@ def test_messages_go_through_the_template(run: Run, tmp_path: Path) -> None:
         assert (entry["token"], bytes(entry["bytes"]).decode(errors="replace")) == (best[0][0], best[0][0])
     (choice,) = without["response"]["body"]["choices"]
     assert (choice["message"]["content"], choice["logprobs"]) == (o.text, None)
-    found = [None if step is None else [int(t) for t in step] for step in choice["prompt_logprobs"]]
+    found = [
+        None if step is None else [int(t) for t in step] for step in without["response"]["body"]["prompt_logprobs"]
+    ]
     assert found == [None, *([token] for token in expected.prompt_token_ids[1:])]
     write("own.jinja", "{{ messages[-1].content }}")
     run("in.jsonl", "plain.jsonl", "--chat-template", "own.jinja", model=tmp_path / "chat")
