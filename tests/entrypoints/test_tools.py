@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.answers import TEMPLATES
 from helpers.chat import HI
 from helpers.errors import refuses
 from helpers.tools import TWO, check_call, random_object, tool, tools_folder
@@ -232,6 +233,20 @@ def test_a_structured_answer_follows_the_reasoning(llm: LLM) -> None:
     found = message(llm.chat(HI, params, enable_thinking=True, thinking_token_budget=6)[0])
     assert found.content in ("yes", "no")
     assert message(llm.chat(HI, params, enable_thinking=False)[0]).content in ("yes", "no")
+
+
+def test_a_continued_message_begins_where_it_ended(llm: LLM) -> None:
+    """Within its reasoning, or without the marker that a template writes before an answer."""
+    params = SamplingParams(seed=2, max_tokens=80, structured_outputs={"choice": ["yes", "no"]})  # type: ignore[arg-type]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    last: dict[str, Any] = {"role": "assistant", "content": None, "reasoning": "Hm"}
+    (output,) = llm.chat([*HI, last], params, thinking_token_budget=6, **options)
+    assert str(output.prompt).endswith("<think>\nHm")
+    assert message(output).reasoning
+    assert message(output).content in ("yes", "no")
+    (output,) = llm.chat([*HI, {**last, "content": "Well"}], params, chat_template=TEMPLATES["recipients"], **options)
+    assert str(output.prompt).endswith(">>>all\nWell")
+    assert message(output).content in ("yes", "no")
 
 
 def test_a_response_template_reads_the_answers(tmp_path: Path) -> None:

@@ -332,7 +332,8 @@ def test_what_cannot_be_continued(chat: LLM) -> None:
     options = {"add_generation_prompt": False, "continue_final_message": True}
     refuses(lambda: chat.chat(HI, continue_final_message=True), "set add_generation_prompt=False")
     refuses(lambda: chat.chat(HI, chat_template="x", **options), "leaves the content of the last message out")  # type: ignore[arg-type]
-    calls = [*HI, {"role": "assistant", "content": None, "tool_calls": []}]
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = [*HI, {"role": "assistant", "content": "Well", "tool_calls": [call]}]
     refuses(lambda: chat.chat(calls, **options), "the last message has no content to continue")  # type: ignore[arg-type]
     refuses(lambda: chat.chat(HI, chat_template_content_format="openai"), "chat_template_content_format='openai'")
     refuses(lambda: chat.chat(HI, documents=["a"]), "documents=['a'] is not a list of dicts")  # type: ignore[list-item]

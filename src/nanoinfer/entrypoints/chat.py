@@ -23,7 +23,7 @@ from nanoinfer.inputs.answers.grammar import RepeatableCalls, to_grammar
 from nanoinfer.inputs.answers.lenient import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
-from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
@@ -156,9 +156,11 @@ def chat_prompt(
     text = messages if isinstance(messages, str) else formatter.render(messages, options)
     tools, choice = options.checked_tools, options.choice
     format = formatter.format(formatter.source(options))
+    if not text.endswith(format.opened):  # it continues a message, or begins none
+        format = replace(format, opened="")
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
-        in_reasoning = False
+        in_reasoning = not isinstance(messages, str) and ends_in_reasoning(messages[-1])
     budget = options.thinking_token_budget
     if budget is not None and not format.reasoning_end:
         if not options.optional_thinking:

@@ -14,7 +14,7 @@ from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lenient import LenientTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
 from nanoinfer.inputs.history import History, describe_tools
-from nanoinfer.inputs.messages import Message, is_list
+from nanoinfer.inputs.messages import REASONING_KEYS, Message, is_list
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.model_info import ModelInfo
@@ -211,20 +211,26 @@ class ChatFormatter:
 
 
 def _up_to_end(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """Return the text of the messages up to the end of the last one's content.
+    """Return the text of the messages up to the end of the last one's content, or of its reasoning without content.
 
-    As in transformers (`apply_chat_template`), a mark after the content is rendered with it. White space at the end of
-    the content is kept if the template keeps it.
+    As in transformers (`apply_chat_template`), a mark after it is rendered with it. White space at its end is kept if
+    the template keeps it.
     """
-    content = messages[-1].get("content")
-    if not isinstance(content, str):
+    last = messages[-1]
+    names = REASONING_KEYS if ends_in_reasoning(last) else ("content",)
+    if "tool_calls" in last or not isinstance(last.get(names[0]), str):
         raise NanoinferError("continue_final_message=True: the last message has no content to continue")
     mark = f"mark{secrets.token_hex(8)}"
-    text = template.render([*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}], **variables)
-    before, found, after = text.rpartition(mark)
+    marked = {**last, **{name: f"{last[name]}{mark} " for name in names}}
+    before, found, after = template.render([*messages[:-1], marked], **variables).rpartition(mark)
     if not found:
         raise NanoinferError(
-            "continue_final_message=True: the chat template leaves the content of the last message out: give another"
-            " message, or another chat_template"
+            f"continue_final_message=True: the chat template leaves the {names[0]} of the last message out: give"
+            " another message, or another chat_template"
         )
     return before if after.startswith(" ") else before.rstrip()
+
+
+def ends_in_reasoning(message: Message) -> bool:
+    """Return whether a checked message ends within its reasoning: it has no content."""
+    return bool(message.get(REASONING_KEYS[0])) and not message.get("content") and message["role"] == "assistant"

@@ -26,6 +26,7 @@ from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from nanoinfer.structured.grammars import to_text
 
 ANY = "/(?s:.*)/"
+SPACE = "/[ \\n]{1,4}/"
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
 
 
@@ -142,8 +143,8 @@ class _Answer:
         if self._in_reasoning is False:
             return lark.text(body)
         free = answer is None and choice in ("none", "auto")
-        space = "" if free else lark.rule("/[ \\n]{1,4}/", "SPACE") + "?"
-        start = "" if self._in_reasoning else lark.literal(f.reasoning_start)
+        space = "" if free else lark.rule(SPACE, "SPACE") + "?"
+        start = "" if self._in_reasoning else self._reasoning_start()
         calling = bool(self._bodies and f.trigger) and not f.has_headers
         thought = f"{start} {self._reasoning(thinking_budget, f.trigger if calling else '')} {space}"
         made = f"{thought} {body}" if self._in_reasoning else f"({thought})? {body}"
@@ -151,6 +152,13 @@ class _Answer:
             rest = "" if not free else body if self._parallel else self._plain(f.trigger)
             made += f" | {start} {self._reasoning_with_call(thinking_budget)} {rest}"
         return lark.text(made)
+
+    def _reasoning_start(self) -> str:
+        """Return the marker before the reasoning, after the white space that some templates write there."""
+        lark, start = self._lark, self._format.reasoning_start
+        if lark.is_special(start):
+            return f"{lark.rule(SPACE, 'SPACE')}? {lark.literal(start)}"
+        return lark.rule(f"/[ \\n]{{0,4}}{regex(start)}/", "START")
 
     def _reasoning(self, budget: int | None, trigger: str) -> str:
         """Return the rule of the reasoning and its end marker. Args: trigger: that the reasoning does not contain."""
