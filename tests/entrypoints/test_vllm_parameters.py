@@ -334,7 +334,7 @@ def test_what_cannot_be_continued(chat: LLM) -> None:
     refuses(lambda: chat.chat(HI, chat_template="x", **options), "leaves the content of the last message out")  # type: ignore[arg-type]
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     calls = [*HI, {"role": "assistant", "content": "Well", "tool_calls": [call]}]
-    refuses(lambda: chat.chat(calls, **options), "the last message has no content to continue")  # type: ignore[arg-type]
+    refuses(lambda: chat.chat(calls, **options), "the last message has calls: give their results")  # type: ignore[arg-type]
     refuses(lambda: chat.chat(HI, chat_template_content_format="openai"), "chat_template_content_format='openai'")
     refuses(lambda: chat.chat(HI, documents=["a"]), "documents=['a'] is not a list of dicts")  # type: ignore[list-item]
 

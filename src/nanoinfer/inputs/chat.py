@@ -133,6 +133,8 @@ class ChatFormatter:
         Raises:
             NanoinferError: as `ChatTemplate.render` and `template`; or the last message cannot be continued.
         """
+        if options.continue_final_message and "tool_calls" in messages[-1]:
+            raise NanoinferError("continue_final_message=True: the last message has calls: give their results")
         variables = options.variables()
         template = self.template(self.source(options))
         history = History(template, self.format(template.source), bool(variables.get("tools")))
@@ -217,9 +219,7 @@ def _up_to_end(template: ChatTemplate, messages: Sequence[Message], variables: M
     the template keeps it.
     """
     last = messages[-1]
-    names = REASONING_KEYS if ends_in_reasoning(last) else ("content",)
-    if "tool_calls" in last or not isinstance(last.get(names[0]), str):
-        raise NanoinferError("continue_final_message=True: the last message has no content to continue")
+    names = [name for name in REASONING_KEYS if name in last] if ends_in_reasoning(last) else ["content"]
     mark = f"mark{secrets.token_hex(8)}"
     marked = {**last, **{name: f"{last[name]}{mark} " for name in names}}
     before, found, after = template.render([*messages[:-1], marked], **variables).rpartition(mark)
