@@ -12,6 +12,10 @@ from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.utils.arguments import explains_arguments
 from nanoinfer.utils.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
 
+COMMAND_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
+"""Defaults of the commands and the page. Those of the fields are vLLM's, with which small models write noise."""
+CHAT_MAX_TOKENS = 1024
+"""Default of max_tokens for chats of the command line and the page."""
 MAX_LOGPROBS = 1000
 MAX_NUM_SAMPLES = 128
 MAX_BEAM_WIDTH = 64
@@ -69,13 +73,8 @@ class BadWords:
 
     def excluded(self, output: Sequence[int]) -> list[int]:
         """Return the tokens that would complete one of the sequences after the tokens of an output."""
-        size = len(output)
-        return [
-            token
-            for count, found in self._last.items()
-            if count <= size
-            for token in found.get(tuple(output[size - count :]), ())
-        ]
+        size = len(output)  # the last tokens of a shorter output are too few to be a key
+        return [token for count, last in self._last.items() for token in last.get(tuple(output[size - count :]), ())]
 
 
 @explains_arguments

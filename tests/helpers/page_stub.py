@@ -38,6 +38,10 @@ INFO = {
     "speculation": True,
     "roofline_tokens_per_sec": 400.0,
     "sampling_params": {"chat": {**SAMPLING, "max_tokens": None}, "completions": {**SAMPLING, "max_tokens": 16}},
+    "page_sampling_params": {
+        "chat": {"max_tokens": 1024, "temperature": 0.8, "top_k": 50},
+        "completions": {"max_tokens": 128, "temperature": 0.8, "top_k": 50},
+    },
 }
 PROPERTIES: dict[str, Any] = {
     "max_tokens": {"type": ["integer", "null"], "minimum": 1, "description": "Maximum number of tokens."},

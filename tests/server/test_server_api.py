@@ -395,8 +395,12 @@ def test_fields_that_are_not_given_are_those_of_the_model(tmp_path: Path, caplog
     assert choice["message"]["content"] == sampled.outputs[0].text
     found = made.get("/info")["sampling_params"]
     assert [(found[name]["temperature"], found[name]["max_tokens"]) for name in found] == [(0.0, 16), (0.0, 5)]
-    off = Client(LLM(str(folder), engine="native", generation_config="vllm")).get("/info")["sampling_params"]["chat"]
+    of_page = made.get("/info")["page_sampling_params"]  # as on the command line
+    assert [*of_page.values()] == [{"max_tokens": 5, "temperature": 0.0, "top_k": 50}] * 2
+    info = Client(LLM(str(folder), engine="native", generation_config="vllm")).get("/info")
+    off = info["sampling_params"]["chat"]
     assert (off["temperature"], off["max_tokens"]) == (1.0, None)
+    assert info["page_sampling_params"]["chat"] == {"max_tokens": 1024, "temperature": 0.8, "top_k": 50}
 
 
 def test_chats_are_those_of_chat(chat: Client) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanoinfer.cli import batch_ray
-from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import (
     NO_FLAGS,
@@ -37,7 +36,7 @@ from nanoinfer.cli.options import (
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import read_text
 
@@ -73,7 +72,7 @@ _CAPACITY = (
     help="Lines without a seed get one from this and their number.",
 )
 @generation_config_flag
-@flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=DEFAULTS)
+@flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=COMMAND_DEFAULTS)
 @llm_config("pooling", "speculation", "engine")
 def batch(
     files: tuple[str, ...],

@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import (
     NO_FLAGS,
@@ -31,7 +30,7 @@ from nanoinfer.cli.options import (
 )
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.files import escaped, parse_json, read_text
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", *NO_FLAGS)
@@ -59,7 +58,7 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
 )
 @click.option("--hide-reasoning", is_flag=True, help="Do not show reasoning, which is dimmed on a terminal only.")
 @generation_config_flag
-@flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
+@flags(SamplingParams, "params", skip=_SKIPPED, defaults={**COMMAND_DEFAULTS, "max_tokens": CHAT_MAX_TOKENS})
 @llm_config("speculation", "engine")
 def chat(
     system: str | None,

@@ -37,11 +37,8 @@ from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.files import read_text
-
-# Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
 
 @command("generate")
@@ -68,7 +65,7 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 @click.option("--echo", is_flag=True, help="Print each prompt before its output.")
 @json_flag("Print one JSON object per prompt and line, with token ids and metrics.")
 @generation_config_flag
-@flags(SamplingParams, "params", skip=NO_FLAGS, defaults=DEFAULTS)
+@flags(SamplingParams, "params", skip=NO_FLAGS, defaults=COMMAND_DEFAULTS)
 @flags(decoding.StructuredFlags, "structured_flags")
 @flags(decoding.BeamFlags, "beam_flags")
 @llm_config("speculation", "engine")
@@ -94,7 +91,7 @@ def generate(
     texts = _read_prompts(list(prompts or prompt), file, lines)
     bias, structured = _parse_bias(logit_bias), structured_flags.params()
     params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
-    beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
+    beams = beam_flags.search(params, SamplingParams(**COMMAND_DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
     from nanoinfer.entrypoints.llm import LLM

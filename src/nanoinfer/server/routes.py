@@ -12,6 +12,7 @@ from nanoinfer.anthropic_protocol import COUNT_TOKENS, messages_error, parse_mes
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, SAMPLING, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
+from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.server.http import respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.service import Service
@@ -73,8 +74,20 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
                 name: {field: getattr(service.defaults[url], field) for field in SAMPLING}
                 for name, url in (("completions", COMPLETIONS), ("chat", CHAT))
             },
+            "page_sampling_params": {
+                "completions": _page_params(service, SamplingParams.max_tokens),
+                "chat": _page_params(service, CHAT_MAX_TOKENS),
+            },
         },
     )
+
+
+def _page_params(service: Service, max_tokens: int | None) -> dict[str, Any]:
+    """Return the parameters that the page begins with: those of the server, the model or the command line."""
+    chosen = service.config.default_max_tokens
+    params = SamplingParams(**COMMAND_DEFAULTS, max_tokens=chosen or max_tokens)
+    params = service.llm.llm.requests.merge(params, () if chosen is None else ("max_tokens",))
+    return {name: getattr(params, name) for name in ("max_tokens", *COMMAND_DEFAULTS)}
 
 
 def _reasoning_options(template: str) -> list[str]:

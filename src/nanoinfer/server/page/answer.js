@@ -3,6 +3,8 @@
 import { markdownOf } from "./markdown.js";
 import { TokenText, element, tokensOfChoice } from "./tokens.js";
 
+const BEGIN = 200; // characters of a call's arguments that are shown while it is folded
+
 export class Answer {
   count = 0; // tokens of all outputs
   accepted; // those of them that were accepted from the draft; undefined without one
@@ -65,9 +67,12 @@ export class Answer {
     output.text += content ?? "";
     for (const { index, id, function: part } of parts ?? []) {
       waiting.length = 0; // the tokens of a call are not those of its arguments
-      calls[index] ??= { id, name: part.name, text: "", body: fold(`Call of ${part.name}`, element("pre"), box) };
-      calls[index].text += part.arguments ?? "";
-      calls[index].body.textContent = calls[index].text;
+      calls[index] ??= { id, name: part.name, text: "", begin: element("code"), body: element("pre") };
+      const call = calls[index];
+      if (!call.body.parentElement) fold(`Call of ${call.name} `, call.body, box).previousSibling.append(call.begin);
+      call.text += part.arguments ?? "";
+      call.body.textContent = call.text;
+      call.begin.textContent = call.text.slice(0, BEGIN);
     }
   }
 

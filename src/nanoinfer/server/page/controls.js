@@ -49,7 +49,7 @@ const KINDS = {
   },
   json: {
     hint: "As JSON.",
-    make: () => element("textarea", { rows: 1, spellcheck: false }),
+    make: () => element("textarea", { className: "json", rows: 2, spellcheck: false }),
     fill: (input, value) => { input.value = value === null ? "" : JSON.stringify(value); },
     read: (input, name) => (input.value.trim() ? parse(input.value, name) : null),
   },
@@ -92,20 +92,21 @@ function initialValue(name, defaults) {
   return value?.length === 0 ? null : value;
 }
 
-function fill({ input, kind, initial }) {
-  if (kind.fill) kind.fill(input, initial);
-  else input.value = initial ?? "";
+function fill({ input, kind, start }) {
+  if (kind.fill) kind.fill(input, start);
+  else input.value = start ?? "";
 }
 
 export class Controls {
-  #controls = new Map(); // name -> {input, kind, initial, row, error}
+  #controls = new Map(); // name -> {input, kind, initial, start, row, error}
 
   /**
    * form: the element for the controls. help: the element for the help text of the control under the pointer.
-   * properties: name -> JSON schema, of a request. defaults: name -> value. resolve: returns what a $ref refers to.
-   * first: names of the controls that are not folded.
+   * properties: name -> JSON schema, of a request. defaults: name -> the server's value. starts: name -> the value
+   * that the page begins with, where it is another. resolve: returns what a $ref refers to. first: names of the
+   * controls that are not folded.
    */
-  constructor(form, help, { properties, defaults, resolve, first = FIRST }) {
+  constructor(form, help, { properties, defaults, starts = {}, resolve, first = FIRST }) {
     const names = Object.keys(defaults).filter((name) => properties[name] && !OMITTED.includes(name));
     const rows = (some) => some.map((name) => this.#row(name, withoutNull(properties[name], resolve), defaults));
     const reset = element("button", { type: "button", textContent: "Reset parameters" });
@@ -115,6 +116,7 @@ export class Controls {
       form.append(element("details", {}, element("summary", { textContent: "More parameters" }), ...folded));
     }
     form.append(reset);
+    this.setDefaults(defaults, starts);
     reset.addEventListener("click", () => {
       this.#controls.forEach(fill);
       this.clearErrors();
@@ -139,19 +141,21 @@ export class Controls {
     input.setAttribute("aria-describedby", `help-${name} error-${name}`);
     const error = element("p", { id: `error-${name}`, className: "error" });
     const help = element("p", { id: `help-${name}`, className: "help", textContent: helpText(schema, kind.hint) });
-    const label = element("label", { htmlFor: input.id, textContent: name });
+    const words = name.split("_").flatMap((word, i) => (i ? ["_", element("wbr"), word] : [word]));
+    const label = element("label", { htmlFor: input.id }, ...words); // a long name breaks between its words
     const row = element("div", { className: "control" }, label, input, help, error);
-    const control = { input, kind, initial, row, error };
+    const control = { input, kind, initial, start: initial, row, error };
     fill(control);
     this.#controls.set(name, control);
     return row;
   }
 
-  /** Take other defaults, which also replace the values that are the old ones. */
-  setDefaults(defaults) {
+  /** Take other defaults and starts, which also replace the values that are the old ones. */
+  setDefaults(defaults, starts = {}) {
     for (const [name, control] of this.#controls) {
-      const keep = this.#isChanged(name, control);
+      const keep = this.#isChanged(name, { ...control, initial: control.start });
       control.initial = initialValue(name, defaults);
+      control.start = initialValue(name, { ...defaults, ...starts });
       if (!keep) fill(control);
     }
     this.#showChanged();
@@ -160,7 +164,7 @@ export class Controls {
   /** Fill in a value, if there is a control for it. */
   set(name, value) {
     const control = this.#controls.get(name);
-    if (control) fill({ ...control, initial: value });
+    if (control) fill({ ...control, start: value });
     this.#showChanged();
   }
 

@@ -34,7 +34,7 @@ async function load() {
     const make = (id, path, options) => (
       new Controls(byId(id), byId("help"), { ...bodySchema(openapi, path), ...options })
     );
-    controls = make("controls", COMPLETIONS, { defaults: defaults() });
+    controls = make("controls", COMPLETIONS, { defaults: defaults(), starts: starts() });
     const names = ["tools", "tool_choice", "parallel_tool_calls", ...info.reasoning_options];
     const none = Object.fromEntries(names.map((name) => [name, null]));
     chatControls = make("chat-controls", CHAT, { defaults: none, first: names });
@@ -52,8 +52,10 @@ function bodySchema(openapi, path) {
   return { properties: resolve(body.content["application/json"].schema).properties, resolve };
 }
 
-/** Return the default sampling parameters of the mode. */
+/** Return the server's default sampling parameters of the mode. */
 const defaults = () => info.sampling_params[chatMode() ? "chat" : "completions"];
+/** Return those that the page begins with: the defaults of the command line. */
+const starts = () => info.page_sampling_params[chatMode() ? "chat" : "completions"];
 
 function showInfo() {
   document.title = `${info.model} · nanoinfer`;
@@ -73,7 +75,7 @@ function showMode() {
   byId("completion").hidden = chat;
   for (const id of ["system-box", "file-box", "chat-options"]) byId(id).hidden = !chat;
   byId("input-label").textContent = chat ? "Message" : "Prompt";
-  controls.setDefaults(defaults());
+  controls.setDefaults(defaults(), starts());
   cancelEdit();
 }
 
@@ -234,12 +236,11 @@ function showSpeed(answer) {
   if (answer) add("tokens", answer.count);
   if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
-  const share = speed && limit ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
-  const how = "is not measured: nanoinfer serve --measure-roofline";
-  const value = limit ? `for one sequence: ${limit.toFixed(0)} tokens per second` : how;
-  byId("limit").textContent = `${share} roofline's limit ${value}`;
-  byId("meter").hidden = !limit;
-  byId("meter").value = limit ? Math.min(1, (speed ?? 0) / limit) : 0;
+  byId("roofline").hidden = !limit; // null: not measured
+  if (!limit) return;
+  const share = speed ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
+  byId("limit").textContent = `${share} roofline's limit for one sequence: ${limit.toFixed(0)} tokens per second`;
+  byId("meter").value = Math.min(1, (speed ?? 0) / limit);
 }
 
 // Errors ------------------------------------------------------------------------------------------------------
@@ -321,7 +322,12 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   const results = event.target.closest?.(".results");
+  const breaksLine = event.shiftKey || event.isComposing; // Enter also ends the input of a composed character
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) results ? results.requestSubmit() : send();
+  else if (event.key === "Enter" && event.target === input && !breaksLine) {
+    event.preventDefault();
+    send();
+  }
   if (event.key !== "Escape") return;
   tip.hide();
   if (running) running.abort();
