@@ -18,12 +18,12 @@ from rich.console import Console
 
 from helpers.environment import ROOT
 from nanoinfer.bench import report, table
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import BITS, Case
 from nanoinfer.bench.formatting import DASH, digits, slug
 from nanoinfer.bench.report import charts
 from nanoinfer.bench.report.charts import MAX_FIGURES, figures
 from nanoinfer.bench.report.headlines import headlines
-from nanoinfer.bench.report.marks import COLORS, GREY, Figure
+from nanoinfer.bench.report.marks import COLORS, GREY, Figure, look
 from nanoinfer.bench.report.panels import panels, setting, sweep_axis
 from nanoinfer.bench.results import Results, read
 from nanoinfer.bench.row import Row
@@ -263,7 +263,8 @@ def test_svg_has_text_title_and_follows_the_colour_scheme(full: tuple[list[Path]
     assert root.tag == f"{ns}svg"
     assert root.get("role") == "img"
     assert (root[0].tag, root[0].text) == (f"{ns}title", "Decode throughput")
-    assert "prefers-color-scheme:dark" in text
+    ink, dark_ink = re.findall(r"svg\{color:(#\w+);background:#\w+\}", text)  # readable on a page of the other scheme
+    assert (ink, dark_ink, "@media(prefers-color-scheme:dark)" in text) == ("#1b1f24", "#e4e7eb", True)
     words = {"".join(t.itertext()).strip() for t in root.iter(f"{ns}text")}
     assert {"recompute float32", "static float32", "64", "ceiling float32"} <= words
     assert "currentColor" in text
@@ -441,6 +442,13 @@ def test_a_backend_has_one_colour_in_every_figure() -> None:
     assert len(set(COLORS.values())) == len(COLORS)
 
 
+def test_no_two_formats_share_a_mark_or_a_dash() -> None:
+    rows = [replace(make_row("native"), case=replace(make_row("native").case, quantization=name)) for name in BITS]
+    styles = look(rows)
+    for channel in ("shape", "strokeDash"):
+        assert len({str(value) for value in styles[channel]["scale"]["range"]}) == len(BITS)
+
+
 def test_no_suite_has_more_than_six_figures() -> None:
     rows = [replace(r, case=replace(r.case, prompt_tokens=n)) for n in range(10, 30) for r in full_results().rows]
     assert len(figures(make_results(rows))) == MAX_FIGURES == 6
@@ -478,7 +486,9 @@ def test_speculation_is_drawn_against_k_and_over_plain_decoding() -> None:
     points = series(found["k"])["native int8"]
     assert sorted(points, key=str) == [("0", 20.0), ("1", 25.0), ("2", 30.0), ("4", 40.0), ("auto", 38.0)]
     assert series(found["drafts"]) == {"small k=auto": [(None, 1.9)]}
-    assert series(found["situations"]) == {"text, batch 8: small k=auto": [(None, 1.25)]}
+    svg = found["situations"].svg.decode()  # a line each: labels are not cut
+    assert (">text, batch 8<" in svg, ">small k=auto<" in svg) == (True, True)
+    assert series(found["situations"]) == {"text, batch 8\nsmall k=auto": [(None, 1.25)]}
 
 
 # Headlines ----------------------------------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
 
 
 def _situation(case: Case, other: bool) -> str:
-    """Return the name of a bar: the draft, and where and how it is used."""
+    """Return the name of a bar: where the draft is used, a line of its own, and the draft with its options."""
     workload = "random" if case.workload == "uniform" else case.workload
     sampler = "" if case.sampler == "greedy" else f" {case.sampler}"
-    where = f"{workload}{sampler}, batch {case.batch}: " if other else ""
+    where = f"{workload}{sampler}, batch {case.batch}\n" if other else ""
     return where + case.label.partition(" + ")[2]

@@ -1,7 +1,7 @@
 """What every chart is made of: the Vega-Lite templates of charts.json, colours, markers, axes, and records.
 
 A backend has one colour in every figure, and a weight format one dash and one marker. Text and axes are drawn in
-"currentColor", so that a chart suits a light and a dark page.
+"currentColor", so that a chart suits a light and a dark page; as a file of its own it has a background.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from nanoinfer.bench.row import Row
 GREY = "#808080"
 VEGA_LITE = "6.4"
 SVG_WIDTH = 640
-_SVG_STYLE = "<style>svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e4e7eb}}</style>"
+_SVG_STYLE = (  # the background, too: a page may be light where the system's colour scheme is dark
+    "<style>svg{color:#1b1f24;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e4e7eb;background:#15181c}}</style>"
+)
 _TEMPLATES: dict[str, Any] = json.loads((Path(__file__).parent / "charts.json").read_text(encoding="utf-8"))
 COLORS = {  # contrast of 3 and more on white and on the dark page
     "native": "#eb4613", "triton": "#cd35cd", "cuda_graph": "#9455db", "compiled": "#6464d8", "static": "#247be0",
@@ -31,8 +34,13 @@ COLORS = {  # contrast of 3 and more on white and on the dark page
     "ctranslate2": "#b68d0a", "transformers-dynamic": "#dd3c7f", "transformers-static": "#dc7284",
     "ik_llama.cpp": "#6f8f1f", "openvino": "#a8623f", "vllm": "#5b7fa6",
 }  # fmt: skip
-_DASHES = {32: [1, 0], 16: [7, 3], 8: [3, 2], 4: [8, 3, 2, 3]}
-_SHAPES = {32: "circle", 16: "square", 8: "triangle-up", 4: "diamond"}
+_MARKS = {
+    "float32": ([1, 0], "circle"), "bfloat16": ([7, 3], "square"), "float16": ([14, 3], "cross"),
+    "int8": ([3, 2], "triangle-up"), "Q8_0": ([1, 2], "triangle-down"),
+    "int4": ([8, 3, 2, 3], "diamond"), "Q4_0": ([8, 3, 2, 3, 2, 3], "triangle-right"),
+}  # fmt: skip
+"""Dash and marker of each weight format."""
+_UNKNOWN_MARK = ([1, 0], "triangle-left")
 Record = dict[str, Any]
 Channel = dict[str, Any]
 
@@ -94,11 +102,9 @@ def record_of(row: Row, measure: Measure, value: float, **more: Any) -> Record:
 def look(rows: Sequence[Row]) -> dict[str, Channel]:
     """Return colour, dash and marker of each label: by its backend, and by its format."""
     cases = {row.case.label: row.case for row in rows}
-    ranges = {
-        "color": [COLORS.get(c.backend, GREY) for c in cases.values()],
-        "strokeDash": [_DASHES.get(c.bits, [1, 0]) for c in cases.values()],
-        "shape": [_SHAPES.get(c.bits, "cross") for c in cases.values()],
-    }
+    dashes, shapes = map(list, zip(*(_MARKS.get(c.format, _UNKNOWN_MARK) for c in cases.values()), strict=True))
+    colors = [COLORS.get(c.backend, GREY) for c in cases.values()]
+    ranges: dict[str, Sequence[object]] = {"color": colors, "strokeDash": dashes, "shape": shapes}
     return {channel: {"scale": {"domain": list(cases), "range": values}} for channel, values in ranges.items()}
 
 
@@ -118,11 +124,14 @@ def bar_chart(
 ) -> dict[str, Any]:
     """Return bars, from top to bottom, with their values beside them.
 
-    A record's `backend` names the bar, `y` is its length, and `label` the number at the right. Others: `ceilings`,
-    records with `backend` and `y` drawn as ticks; `rule`, lines at `y`.
+    A record's `backend` names the bar, in one or two lines, `y` is its length, and `label` the number at the right.
+    Others: `ceilings`, records with `backend` and `y` drawn as ticks; `rule`, lines at `y`.
     """
     names = [record["backend"] for record in records]
     most = 1.2 * max(record["y"] for record in (*records, *others.get("ceilings", ())))  # room for the values
     x = {"scale": {"domain": [0, most]}, "axis": {"title": title}}
     scale = {"scale": {"domain": names, "range": list(colors)}}
-    return chart("bars", records, more=others, x=x, y={"sort": names}, color=scale)
+    two_lines = any("\n" in name for name in names)
+    y = {"sort": names, "axis": {"labelOffset": -6 if two_lines else 0}}  # half a line: the first one would be centred
+    spec = chart("bars", records, more=others, x=x, y=y, color=scale)
+    return spec | {"height": {"step": 30 if two_lines else 17}}
