@@ -198,6 +198,7 @@ def test_sentencepiece_tokenizers_equal_the_conversion_of_transformers(tmp_path:
     ours = read(metadata, tmp_path)
     assert isinstance(ours, GenericTokenizer)
     assert ours.bos_token_id == 1  # the default of this kind
+    assert json.loads(ours.core.to_str())["model"]["merges"] == json.loads(core.to_str())["model"]["merges"]
     for text in AWKWARD:
         expected = fast(text).input_ids
         assert [1, *ours.encode(text)] == expected, text

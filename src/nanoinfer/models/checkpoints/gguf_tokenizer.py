@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_splits import SPLITS
@@ -60,7 +61,7 @@ class _Vocabulary:
 
     metadata: Mapping[str, Value]
     tokens: list[str]
-    kinds: list[int]
+    kinds: NDArray[np.generic]
     ids: dict[str, int]
 
     def flag(self, name: str, default: bool) -> bool:
@@ -218,7 +219,7 @@ def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
     if len(ids) < count:
         (twice, _), *_ = (Counter(tokens) - Counter(set(tokens))).items()
         raise NanoinferError(f"{PREFIX}tokens has the token {show(twice)} twice")
-    return _Vocabulary(metadata, tokens, kinds[:count].tolist(), ids)
+    return _Vocabulary(metadata, tokens, kinds[:count], ids)
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer, bool]:
@@ -281,38 +282,60 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise NanoinferError(f"{PREFIX}scores is not a list of {count} numbers, one for each token")
     if not np.isfinite(scores).all():
         raise NanoinferError(f"{PREFIX}scores has values that are not finite")
-    if sum(len(token) ** 2 for token in vocabulary.tokens) > MAX_MERGE_WORK:
+    ids = np.flatnonzero(np.isin(vocabulary.kinds, (NORMAL, USER_DEFINED, UNUSED)))  # the others are no parts of text
+    tokens = [vocabulary.tokens[i] for i in ids.tolist()]
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    if (lengths**2).sum() > MAX_MERGE_WORK:
         raise NanoinferError(f"{PREFIX}tokens has tokens that are too long to find their merges")
-    made_of = (NORMAL, USER_DEFINED, UNUSED)  # the others are no parts of text
-    ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] in made_of}
-    merges: list[tuple[str, str]] = []
-    made: list[int] = []
-    beginnings: list[str] = []  # of a token, which are tokens
-    for token in sorted(ids):
-        while beginnings and not token.startswith(beginnings[-1]):
-            beginnings.pop()
-        for left in beginnings:
-            if (right := token[len(left) :]) in ids:
-                merges.append((left, right))
-                made.append(ids[token])
-        beginnings.append(token)
-        if len(merges) > (limit := MERGES_PER_TOKEN * count):
-            raise NanoinferError(f"the tokens can be made by more than {limit} merges, the limit for {count} tokens")
-    lengths = [np.fromiter((len(merge[part]) for merge in merges), np.int64, len(merges)) for part in (0, 1)]
-    order = np.lexsort((np.array(made), -lengths[1], -lengths[0], -scores.astype(np.float64)[made]))
-    return [merges[i] for i in order.tolist()]
+    chars = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32)
+    left = _beginnings(chars, lengths)[:-1]
+    right = len(tokens) - 1 - _beginnings(chars[::-1], lengths[::-1])[::-1][1:]
+    owner = np.repeat(np.arange(len(tokens)), lengths)
+    at = np.flatnonzero((left >= 0) & (right < len(tokens)) & (owner[:-1] == owner[1:]))
+    if len(at) > (limit := MERGES_PER_TOKEN * count):
+        raise NanoinferError(f"the tokens can be made by more than {limit} merges, the limit for {count} tokens")
+    left, right, made = left[at], right[at], ids[owner[at]]
+    order = np.lexsort((made, -lengths[right], -lengths[left], -scores.astype(np.float64)[made]))
+    names = np.array(tokens, object)
+    return list(zip(names[left[order]].tolist(), names[right[order]].tolist(), strict=True))
+
+
+def _beginnings(chars: NDArray[np.uint32], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, for each character of tokens, which token equals its own token's characters up to this one; -1: none.
+
+    The tokens a, b, ab, abc are the characters abababc, and give 0, 1, 0, 2, 0, 2, -1: where no other token begins in
+    the same way, the characters are not followed to the end. All tokens are followed at once, a character at a time.
+
+    Args:
+        chars: code points of all tokens, one token after the other.
+        lengths: characters of each token. All tokens are different.
+    """
+    starts = np.cumsum(lengths) - lengths
+    found = np.full(len(chars), -1)
+    tokens, groups = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)  # that begin in the same way
+    size = 0
+    while len(tokens):
+        keys = groups << 21 | chars[starts[tokens] + size]  # code points have 21 bits
+        size += 1
+        _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        whole = lengths[tokens] == size
+        equal = np.full(len(sizes), -1)
+        equal[groups[whole]] = tokens[whole]
+        found[starts[tokens] + size - 1] = equal[groups]
+        longer = (sizes[groups] > 1) & ~whole
+        tokens, groups = tokens[longer], groups[longer]
+    return found
 
 
 def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     """Make the tokens that stand for themselves in a text: control tokens, and those that a user defined."""
     from tokenizers import AddedToken
 
-    kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-    kinds |= dict.fromkeys(_ends_by_name(vocabulary.metadata), CONTROL)
+    kinds = vocabulary.kinds.copy()
+    kinds[[vocabulary.ids[token] for token in _ends_by_name(vocabulary.metadata)]] = CONTROL
     for name in ("bos", "eos"):
         if (token_id := vocabulary.special(name)) is not None and f"{PREFIX}token_type" not in vocabulary.metadata:
-            kinds[vocabulary.tokens[token_id]] = CONTROL  # files of 2023 have no types
-    special = [token for token, kind in kinds.items() if kind in (CONTROL, UNKNOWN)]
-    core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    defined = [token for token, kind in kinds.items() if kind == USER_DEFINED]
-    core.add_tokens([AddedToken(token, normalized=False) for token in defined])
+            kinds[token_id] = CONTROL  # files of 2023 have no types
+    for special, members in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
+        ids = np.flatnonzero(np.isin(kinds, members)).tolist()
+        core.add_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=special) for i in ids])
