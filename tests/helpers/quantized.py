@@ -194,8 +194,8 @@ def group(bits: int, type: str = "int", format: str = "pack-quantized", **more: 
     """Return the config of compressed-tensors with one group."""
     weights = {"num_bits": bits, "type": type, "symmetric": True, "strategy": "group"} | more
     return {
-        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": format,
+        "quantization_status": "frozen" if type == "float" else "compressed", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
     }  # fmt: skip
 

@@ -106,6 +106,21 @@ def make_folder_with_images(kind: str, folder: Path) -> Any:
         )
         text |= GEMMA4 | {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
         config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=sounds)
+    elif kind.startswith("qwen"):
+        text |= {"head_dim": 8 if kind == "qwen3_vl" else None}
+        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        rope = rope if kind == "qwen3_vl" else {"type": "mrope", "mrope_section": [1, 1, 1], "rope_theta": 2e5}
+        size = {"hidden_size": 24, "embed_dim": 24, "out_hidden_size": 40, "depth": 1, "num_heads": 2, "patch_size": 4}
+        size |= {"hidden_size": 40} if kind == "qwen2_vl" else {}
+        config = transformers.AutoConfig.for_model(kind, text_config=text | {"rope_scaling": rope}, vision_config=size)
+    elif "-" not in kind:
+        vision = {
+            "llava": {"model_type": "clip_vision_model"},
+            "internvl": {"image_size": [8, 8], "patch_size": [4, 4]},
+        }
+        text |= {"model_type": {"llava": "qwen2", "internvl": "qwen3"}.get(kind, "llama"), "pad_token_id": 0}
+        vision = small | {"image_size": 8, "patch_size": 4} | vision.get(kind, {})
+        config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, pad_token_id=0)
     else:
         vision = transformers.PixtralVisionConfig(**small, image_size=8, patch_size=4)
         text["model_type"] = kind.partition("-")[2]
@@ -121,7 +136,8 @@ def make_folder_with_images(kind: str, folder: Path) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3-mistral", "mistral3-ministral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3-mistral", "mistral3-ministral3", "llava", "internvl",
+                                  "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])  # fmt: skip
 def test_the_text_model_of_a_model_of_texts_and_images(kind: str, tmp_path: Path) -> None:
     model = make_folder_with_images(kind, tmp_path / "model")
     weights = open_folder(tmp_path / "model")

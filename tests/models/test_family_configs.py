@@ -46,7 +46,7 @@ def rotary(config: ModelConfig) -> Rotary:
     return found
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, *hf_config.ALIASES])
 def test_a_missing_field_has_the_default_of_transformers(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +82,7 @@ TEXT_CONFIGS: list[tuple[str, object, object, tuple[int, ...]]] = [
     ("gemma3", [4, 5], None, (4, 5)),
     ("mistral3", ..., ..., (2,)),  # the default of transformers' class
     ("mistral3", ..., 3, (3,)),
+    ("qwen3_vl", ..., 5, (5,)),
 ]
 
 
@@ -132,6 +133,24 @@ def test_a_gemma3_without_windows_is_written_without_one(tmp_path: Path) -> None
     assert "sliding_window" not in written
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert hf_config.read(tmp_path / "config.json").layers == config.layers == (LayerKind(None, Rotary(256, 1e6)),) * 4
+
+
+def test_older_names_of_rotary_embeddings(tmp_path: Path) -> None:
+    assert read(tmp_path, "phi3", rope_scaling=LONG | {"type": "su", "rope_type": "su"}) == read(
+        tmp_path, "phi3", rope_scaling=LONG
+    )
+    mrope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    assert rotary(read(tmp_path, "qwen2_vl", rope_scaling=mrope, rope_theta=5e5)) == Rotary(8, 5e5)
+
+
+def test_a_text_config_leaves_out_the_sizes_of_its_class(tmp_path: Path) -> None:
+    """As in the published config of LLaVA 1.5."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    config = read(
+        tmp_path, "llava", text_config=text, vision_config={}, image_token_index=32000, **dict.fromkeys(SHAPE)
+    )
+    assert (config.n_layer, config.n_head, config.n_embd, config.mlp_dim) == (32, 32, 4096, 11008)
+    assert (config.block_size, config.vocab_size, config.family) == (4096, 32064, "llama")
 
 
 def test_the_context_before_scaling_is_the_context_length_if_it_is_missing(tmp_path: Path) -> None:
@@ -272,7 +291,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma4_text", {"per_layer_config": {"0": {"head_dim": "8"}}}, "head_dim='8' is not an integer"),
     ("gemma4_text", {"global_head_dim": 0}, "head_dim=0 is not an integer"),
-    ("gemma3n", {}, "model_type='gemma3n' is not supported: only gpt2"),
+    (
+        "gemma3n",
+        {},
+        "model_type='gemma3n' is not supported: its residual streams (AltUp, LAuReL) and sparse activations",
+    ),
+    ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False is not supported: only True is"),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense"] * 2},
+        "mlp_layer_types=['sparse', 'dense', 'sparse', 'de",
+    ),
 ]
 
 
@@ -285,6 +314,22 @@ def test_a_bad_field_is_named_in_one_line(
     assert str(e.value).startswith(f"{tmp_path / 'config.json'}: {message}")
     assert "\n" not in str(e.value)
     assert len(str(e.value)) - len(str(tmp_path)) < 500
+
+
+@pytest.mark.parametrize("value,named", [(None, False), (0, False), (False, False), (1, True), ("x", True)])
+def test_a_warning_is_for_a_field_that_could_change_the_result(
+    value: object, named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = {
+        "use_mrope": True,
+        "max_window_layers": 28,
+        "pretraining_tp": 1,
+        "activation": "swiglu",
+        "max_length": 20,
+    }
+    read(tmp_path, "smollm3", rope_interleaved=value, **published)
+    assert ("unknown fields are ignored: rope_interleaved" in caplog.text) is named
+    assert named or not caplog.records
 
 
 def test_fields_that_do_not_change_the_logits_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -402,7 +402,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"quant_method": "compressed-tensors"}, "config_groups=None is not an object"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups: 'a' does not say how weights"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
-    ({"quant_method": "compressed-tensors", "quantization_status": "frozen"}, "quantization_status='frozen' is not"),
+    ({"quant_method": "compressed-tensors", "quantization_status": "calibration"}, "quantization_status='calibration'"),
     ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config={'a': 1} is not"),
     (
         {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},

@@ -20,8 +20,41 @@ from nanoinfer.utils.files import escaped, read_object
 
 log = logging.getLogger("nanoinfer")
 
-WITH_IMAGES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
-"""Models of texts and images whose text model is read -> its model_type where the config does not say it."""
+WITH_IMAGES = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "llava": "llama", "llava_next": "llama",
+    "llava_onevision": "qwen2", "vipllava": "llama", "internvl": "qwen2", "idefics3": "llama", "smolvlm": "llama",
+    "qwen2_audio": "qwen2",
+}  # fmt: skip
+"""Models of texts and images or sounds whose text model is read -> its model_type where the config does not say it."""
+_SIZES = dict(zip(
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "max_position_embeddings"), (32000, 4096, 11008, 32, 32, 2048), strict=True,
+))  # fmt: skip
+_TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    "mistral": _SIZES | {"intermediate_size": 14336, "max_position_embeddings": 131072},
+    "qwen2": _SIZES | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+}
+"""Sizes of transformers' classes, which text configs of models with images leave out."""
+_QWEN_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", _QWEN_VL), "qwen2_5_vl_text": ("qwen2", _QWEN_VL),
+    "qwen3_vl_text": ("qwen3", {"rope_theta": 5e5}),
+    "glm4_moe_lite": ("deepseek_v3", {
+        "rms_norm_eps": 1e-5, "q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192,
+        "moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }),
+}  # fmt: skip
+"""model_type of a model that is one of a family -> the family, and the defaults that differ."""
+_MISSING = {
+    "gemma3n": "its residual streams (AltUp, LAuReL) and sparse activations are not",
+    "gemma3n_text": "its residual streams (AltUp, LAuReL) and sparse activations are not",
+    "mllama": "its layers of attention to images are not",
+    "qwen3_next": "its layers of linear attention are not",
+}
+"""What of a model_type is not supported."""
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
 _SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
 _BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
@@ -42,13 +75,17 @@ def read(path: Path, quantized: bool = False) -> ModelConfig:
             generation_config.json in the same folder is malformed.
     """
     raw, where = read_object(path, MAX_CONFIG_BYTES, "a config"), escaped(path)
-    known = ", ".join((*FAMILIES, *WITH_IMAGES))
+    known = ", ".join(FAMILIES)
     if isinstance(kind := raw.get("model_type"), str) and kind in WITH_IMAGES:
         raw = _text_part(raw, where)
     if "model_type" not in raw:
         raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
-    if not isinstance(raw["model_type"], str) or (family := FAMILIES.get(raw["model_type"])) is None:
-        raise NanoinferError(f"{where}: model_type={show(raw['model_type'])} is not supported: only {known} are")
+    kind = raw["model_type"]
+    if isinstance(kind, str) and kind in ALIASES:
+        raw = ALIASES[kind][1] | raw | {"model_type": ALIASES[kind][0]}
+    if not isinstance(kind, str) or (family := FAMILIES.get(raw["model_type"])) is None:
+        why = _MISSING.get(kind) if isinstance(kind, str) else None
+        raise NanoinferError(f"{where}: model_type={show(kind)} is not supported: {why or f'only {known} are'}")
     fields = Fields(raw)
     with about(where):
         fields.only("is_encoder_decoder", False, None)
@@ -88,14 +125,21 @@ def quantization(path: Path) -> Any:
 
 def _text_part(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the config of the text model in that of a model of texts and images."""
+    default = WITH_IMAGES[raw["model_type"]]
+    if "text_config" not in raw and default in ALIASES:  # transformers 4 wrote the fields of Qwen's side by side
+        return raw | {"model_type": default}
     if not isinstance(text := raw.get("text_config"), dict):
         raise NanoinferError(f"{where}: text_config={show(text)} is not an object")
     ends = [part["eos_token_id"] for part in (text, raw) if part.get("eos_token_id") is not None]
-    both = (
+    both: dict[str, Any] = (
         {"eos_token_id": [i for found in ends for i in (found if isinstance(found, list) else [found])]} if ends else {}
     )
     shared = {name: raw[name] for name in _SHARED if name in raw}
-    return shared | {"model_type": WITH_IMAGES[raw["model_type"]]} | text | both
+    if any(part.get("tie_word_embeddings") is True for part in (text, raw)):
+        both["tie_word_embeddings"] = True
+    kind = text.get("model_type", default)
+    sizes = _TEXT_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
+    return sizes | shared | {"model_type": kind} | text | both
 
 
 def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:

@@ -37,9 +37,12 @@ ADAPTER = "adapter_config.json"
 PICKLED = "pytorch_model.bin"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", PICKLED)
 _IMAGES = tuple(
-    f"{p}{part}."
-    for p in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio")
+    f"{prefix}{part}"
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower. vision_model. visual. audio_tower. "
+        "multi_modal_projector. connector. image_newline embed_vision. embed_audio."
+    ).split()
 )
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
@@ -115,6 +118,7 @@ def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     for name, tensor in tensors.items():
         if not name.startswith(_IMAGES):
             name = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
+            name = name.replace("model.text_model.", "model.", 1)
             found[name] = tensor
     return found
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and Moonlight: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
+"""DeepSeek-V3, R1, Moonlight and GLM-4.7-Flash: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
 
 Source: transformers, models/deepseek_v3.
 """
@@ -28,7 +28,12 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
         groups_per_token=f.integer("topk_group", 4),
         group_top=2,
     )
-    return latent.read_layers(f, config, mixture, f.integer("first_k_dense_replace", 3, 0), further=1)
+    first = f.integer("first_k_dense_replace", 3, 0)
+    if (types := f.get("mlp_layer_types")) is not None:  # of glm4_moe_lite
+        first = types.count("dense") if isinstance(types, list) else -1
+        if types != ["dense"] * first + ["sparse"] * (config.n_layer - first):
+            raise f.error("mlp_layer_types", f"is not dense layers before sparse ones, {config.n_layer} in all")
+    return latent.read_layers(f, config, mixture, first, further=1)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:

@@ -13,19 +13,39 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families import frequencies
 from nanoinfer.utils.checks import require_float, require_int, show
 
-# Fields of any config.json that do not change the logits of a plain forward pass.
+# Fields of any config.json that do not change the logits of a plain forward pass: of all models of transformers, those
+# for generation in old files, those of images, and those that published files have and no code reads.
 HARMLESS = frozenset(
     "architectures torch_dtype dtype transformers_version _name_or_path name_or_path initializer_range use_cache"
     " return_dict output_hidden_states output_attentions gradient_checkpointing id2label label2id problem_type"
     " num_labels is_decoder pad_token_id tokenizer_class prefix finetuning_task torchscript use_bfloat16 tf_legacy_loss"
     " bos_token_id eos_token_id cross_attention_hidden_size task_specific_params chunk_size_feed_forward"
-    " attention_dropout model_type _attn_implementation auto_map cache_implementation".split()
+    " attention_dropout model_type _attn_implementation auto_map cache_implementation"
+    " add_cross_attention bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample"
+    " early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id"
+    " forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams"
+    " num_return_sequences output_scores pruned_heads remove_invalid_values repetition_penalty"
+    " return_dict_in_generate sep_token_id suppress_tokens temperature tie_encoder_decoder top_k top_p typical_p"
+    " image_token_id video_token_id vision_config vision_start_token_id vision_end_token_id vision_token_id"
+    " _attn_implementation_autoset _flash_attn_2_enabled _num_labels is_llama_config max_sequence_length"
+    " max_window_layers model_max_length neftune_noise_alpha transformers.js_config unsloth_fixed unsloth_version"
+    " use_mrope".split()
 )
+IDLE: dict[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",), "norm_type": ("layer_norm",), "mlp_type": ("default",), "full_attn_mod": (1,),
+    "interpolate_factor": (1,), "pretraining_tp": (1,), "attention_bias": (), "lm_head_bias": (), "mlp_bias": (),
+    "qkv_bias": (), "rope_interleaved": (), "shared_expert_intermediate_size": (),
+}  # fmt: skip
+"""Fields of published files that families do not read -> values with which they ask for nothing, as null, false and 0
+do."""
 ACTIVATIONS = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# The sections of mrope have the same positions but in images.
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_RENAMED = {"mrope": "default", "su": "longrope"}
+"""rope_type of older files -> its name in transformers."""
 _HEADS = {"head_dim": "head_size", "num_key_value_heads": "num_kv_heads"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -39,7 +59,8 @@ class Fields:
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
-        self.known: set[str] = set(HARMLESS)
+        idle = {name for name, values in IDLE.items() if not (value := raw.get(name)) or value in values}
+        self.known: set[str] = {*HARMLESS, *idle}
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field without checking it; the default if it is missing."""
@@ -192,6 +213,7 @@ def head_fields(config: ModelConfig) -> dict[str, Any]:
 def _type(given: dict[str, Any]) -> str:
     """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
     found = given.get("rope_type", given.get("type", "default"))
+    found = _RENAMED.get(found, found) if isinstance(found, str) else found
     if not isinstance(found, str) or found not in frequencies.KEYS:
         raise NanoinferError(f"rope_type={show(found)} is not supported: use one of {', '.join(frequencies.KEYS)}")
     return found

@@ -30,5 +30,6 @@ FAMILY = Family(
     _NAMES | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
     llama.FIXED | {"gated_mlp": False, "norm_weight": "none", "embedding_norm": True, "qk_norm": "head"},
     biases=llama.ATTENTION_BIAS,
+    harmless=("head_dim",),
     order=_order,
 )

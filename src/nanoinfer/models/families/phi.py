@@ -35,7 +35,7 @@ FAMILY = Family(
     },
     {"learned_positions": False, "norm_placement": "shared", "parallel_residual": True, "head_bias": True},
     biased=BIASES,
-    harmless=("resid_pdrop", "embd_pdrop"),
+    harmless=("resid_pdrop", "embd_pdrop", "rotary_dim"),
     read_layers=_read_layers,
     write_layers=lambda config: partial_fields(config) | {"qk_layernorm": config.qk_norm == "head"},
 )

@@ -13,6 +13,7 @@ FAMILY = Family(
     llama.NAMES | llama.QK_NORM,
     llama.FIXED | {"qk_norm": "head"},
     biases=llama.ATTENTION_BIAS,
+    only={"use_qk_norm": (True,)},
     read_layers=qwen2.read_layers,
     write_layers=window_fields,
 )

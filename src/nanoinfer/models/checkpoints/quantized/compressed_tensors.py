@@ -38,7 +38,7 @@ _FORMATS = (
 
 def _read(f: Fields) -> Scheme:
     f.known.update("ignore global_compression_ratio version quant_method".split())
-    f.only("quantization_status", "compressed", None)
+    f.only("quantization_status", "compressed", "frozen", None)
     _check_format(f)
     sparsity = f.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in ("dense", None):
