@@ -111,9 +111,10 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee",
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
                  "granitemoe": "granitemoe", "bitnet": "bitnet", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss",
+                 "ministral3": "mistral3", "starcoder2": "starcoder2", "glm": "chatglm", "olmo3": "olmo2",
                  "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}  # fmt: skip
-PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
-LAYER_NORMS = ("gpt_neox", "phi", "stablelm", "cohere", "cohere2")
+PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe", "ministral3")
+LAYER_NORMS = ("starcoder2", "gpt_neox", "phi", "stablelm", "cohere", "cohere2")
 NAMES = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -149,7 +150,7 @@ NAMES = {
 }  # fmt: skip
 
 
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "exaone4", "seed_oss", "gpt_oss")
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3", "exaone4", "seed_oss", "gpt_oss")
 
 
 def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
@@ -199,7 +200,8 @@ def metadata_of(config: Any) -> dict[str, Any]:
         "attention.head_count": n_head,
     }
     if kind in ("gpt2", *LAYER_NORMS):
-        epsilon = config.layer_norm_epsilon if kind == "gpt2" else config.layer_norm_eps
+        names = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
+        epsilon = getattr(config, names.get(kind, "layer_norm_eps"))
         found["attention.layer_norm_epsilon"] = float(epsilon)
     elif kind == "olmo":
         found["attention.layer_norm_epsilon"] = 1e-5
@@ -219,15 +221,18 @@ def metadata_of(config: Any) -> dict[str, Any]:
         found["use_parallel_residual"] = config.use_parallel_residual
     elif kind in ("llama", "mistral"):
         found["rope.dimension_count"] = width
-    if kind in ("gemma3_text", "gemma4_text"):
-        found["attention.sliding_window"] = config.sliding_window
-        rope = rope["full_attention"]
-    elif getattr(config, "sliding_window", None) is not None and kind in ("mistral", "mixtral"):
+    rope = rope.get("full_attention", rope)
+    if kind in ("gemma3_text", "gemma4_text", "mistral", "mixtral") and config.sliding_window is not None:
         found["attention.sliding_window"] = config.sliding_window
     if kind != "gpt2":
         found["rope.freq_base"] = float(rope["rope_theta"])
-    if rope.get("rope_type") == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if (scaling := rope.get("rope_type")) in ("linear", "yarn"):
+        found |= {"rope.scaling.type": scaling, "rope.scaling.factor": float(rope["factor"])}
+    if scaling == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow")}
+        if kind in ("llama", "ministral3") and "mscale_all_dim" in rope:
+            found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
     return {"general.architecture": arch} | {f"{arch}.{name}": item for name, item in found.items()}
 
 
@@ -241,12 +246,8 @@ def further_keys(config: Any) -> dict[str, Any]:
         found["expert_count"] = getattr(config, "num_local_experts", None) or config.num_experts
         found["expert_used_count"] = config.num_experts_per_tok
     if kind == "gpt_oss":
-        rope = config.rope_parameters
         found["expert_feed_forward_length"] = config.intermediate_size
         found["attention.sliding_window"] = config.sliding_window
-        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        found |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow")}
     if kind in ("qwen2_moe", "qwen3_moe"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind == "qwen2_moe":
@@ -266,9 +267,11 @@ def further_keys(config: Any) -> dict[str, Any]:
         if longrope(config):
             context, original = config.max_position_embeddings, config.original_max_position_embeddings
             found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(context / original) / math.log(original))
-    if kind in ("gemma2", "cohere2", "exaone4") and config.sliding_window is not None:
+    if kind in ("gemma2", "cohere2", "exaone4", "olmo3", "qwen2") and config.sliding_window is not None:
         found["attention.sliding_window"] = config.sliding_window
-    if kind == "exaone4" and config.sliding_window is not None:
+    if kind == "ministral3":
+        found["attention.temperature_scale"] = float(config.rope_parameters["llama_4_scaling_beta"])
+    if kind in ("exaone4", "olmo3", "qwen2") and config.sliding_window is not None:
         found["attention.sliding_window_pattern"] = np.array([t != "full_attention" for t in config.layer_types])
     return found
 

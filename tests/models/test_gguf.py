@@ -28,12 +28,10 @@ from nanoinfer.models.checkpoints.load import load_model  # noqa: E402
 from nanoinfer.models.rotary import frequencies  # noqa: E402
 
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
-LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
-            "starcoder2", "starcoder2-window", "llama-dynamic", "llama-yarn", "llama-mscale", "olmo3", "olmo3-yarn",
-            "ministral", "ministral-layers", "ministral3", "glm", "helium", "gptj", "phi-norms", "gemma2", "qwen2_moe",
-            "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt", "opt-untied", "bitnet",
-            "bitnet-one-head", "gpt_oss-plain",
-            "deepseek_v3-plain")  # fmt: skip
+LEFT_OUT = ("gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
+            "starcoder2-window", "llama-dynamic", "llama-yarn", "ministral", "ministral-layers", "helium", "gptj",
+            "phi-norms", "gemma2", "qwen2_moe", "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt",
+            "opt-untied", "bitnet", "bitnet-one-head", "gpt_oss-plain", "deepseek_v3-plain")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 
@@ -231,6 +229,104 @@ def test_rows_of_blocks_are_unfolded(count: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.read().float32(), values)
 
 
+# Parts and keys of other programs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"expert_count": 0, "expert_used_count": 0, "expert_gating_func": 2, "expert_group_count": 8},
+        {"attention.sliding_window": 0, "attention.sliding_window_pattern": 4, "attention.clamp_kqv": 0.0},
+        {"attention.sliding_window_pattern": np.zeros(4, bool), "tensor_data_layout": "Meta AI original pth"},
+        {"rope.scaling.yarn_beta_fast": 32.0, "rope.dimension_sections": np.array([1, 1, 1, 0], np.int32)},
+        {"attention.layer_norm_epsilon": 1e-5, "nextn_predict_layers": 0, "final_logit_softcapping": 0.0},
+    ],
+)
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_keys_that_ask_for_nothing(case: str, key: dict[str, Any], tmp_path: Path) -> None:
+    model = make_folder(case, tmp_path / "hf")
+    arch = metadata_of(model.config)["general.architecture"]
+    plain = gguf.open_file(convert(model, tmp_path / "a.gguf"))[0].config
+    keys = {f"{arch}.{name}": value for name, value in key.items()}
+    assert gguf.open_file(convert(model, tmp_path / "b.gguf", **keys))[0].config == plain
+
+
+def rewritten(path: Path, change: Any, **metadata: Any) -> Path:
+    """Write a file again after `change(tensors)`, with other metadata; None removes a key."""
+    file = read_gguf(path)
+    tensors = {name: as_f32(t.read().float32()) for name, t in file.tensors.items()}
+    change(tensors)
+    found = {key: value for key, value in (file.metadata | metadata).items() if value is not None}
+    return write_gguf(path, found, tensors)
+
+
+def same_logits(model: Any, path: Path) -> None:
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(load_gpt(gguf.open_file(path)[0])(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+def join(tensors: dict[str, Stored], parts: tuple[str, ...], whole: str) -> None:
+    """Replace tensors of each layer by one, the parts below each other."""
+    for first in [name for name in tensors if f".{parts[0]}." in name]:
+        each = [tensors.pop(first.replace(parts[0], part)) for part in parts]
+        rows = sum(part.shape[0] for part in each)
+        content = b"".join(part.content for part in each)
+        tensors[first.replace(parts[0], whole)] = Stored((rows, *each[0].shape[1:]), each[0].kind, content)
+
+
+@pytest.mark.parametrize("case", ["llama-all-heads", "qwen2", "qwen3", "gemma3-7-layers", "glm"])
+def test_queries_keys_and_values_may_be_joined(case: str, tmp_path: Path) -> None:
+    model = make_folder(case, tmp_path / "hf")
+    path = convert(model, tmp_path / "a.gguf")
+    same_logits(model, rewritten(path, lambda tensors: join(tensors, ("attn_q", "attn_k", "attn_v"), "attn_qkv")))
+
+
+@pytest.mark.parametrize("case", ["mixtral-all", "qwen2_moe-plain"])
+def test_experts_may_be_stored_one_by_one(case: str, tmp_path: Path) -> None:
+    def split(tensors: dict[str, Stored]) -> None:
+        for name in [name for name in tensors if "_exps." in name]:
+            (count, *shape), kind, content = tensors.pop(name)
+            size = len(content) // count
+            for i in range(count):
+                part = Stored(tuple(shape), kind, content[i * size : (i + 1) * size])
+                tensors[name.replace("_exps.", f".{i}.")] = part
+
+    model = make_folder(case, tmp_path / "hf")
+    same_logits(model, rewritten(convert(model, tmp_path / "a.gguf"), split))
+
+
+def test_parts_that_do_not_run_are_left_out_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A vision part, as in Ollama's files of Gemma 3, and layers that predict further tokens."""
+    model = make_folder("gemma3-7-layers", tmp_path / "hf")
+    more = {"v.blk.0.attn_q.weight": as_f32(np.ones((4, 4))), "mm.input_projection.weight": as_f32(np.ones((4, 4)))}
+    keys = {"gemma3.vision.block_count": 1, "gemma3.mm.tokens_per_image": 256, "gemma3.rope.freq_base": None}
+    keys |= {"gemma3.rope.global.freq_base": 1e6, "gemma3.rope.local.freq_base": 10000.0}
+    same_logits(model, rewritten(convert(model, tmp_path / "a.gguf"), lambda t: t.update(more), **keys))
+    assert "a.gguf: 2 tensors for images are not used: the text model runs without them" in caplog.text
+    model = make_folder("deepseek_v3", tmp_path / "hf2")
+    more = {"blk.4.nextn.eh_proj.weight": as_f32(np.ones((24, 48))), "blk.4.attn_norm.weight": as_f32(np.ones(24))}
+    keys = {"deepseek2.block_count": 5, "deepseek2.nextn_predict_layers": 1}
+    same_logits(model, rewritten(convert(model, tmp_path / "b.gguf"), lambda t: t.update(more), **keys))
+    assert "b.gguf: 2 tensors for the prediction of further tokens are not used" in caplog.text
+
+
+def test_the_scaling_that_ollama_leaves_out_of_gemma_3(tmp_path: Path) -> None:
+    """Its files of 4B, 12B and 27B have a vision part, and no factor of the global layers' positions."""
+    model = make_folder("gemma3-7-layers", tmp_path / "hf")
+    keys = {"gemma3.block_count": 34, "gemma3.vision.block_count": 1, "gemma3.rope.scaling.factor": None}
+
+    def deeper(tensors: dict[str, Stored]) -> None:
+        tensors |= {
+            name.replace("blk.0.", f"blk.{i}."): tensors[name]
+            for i in range(7, 34)
+            for name in [n for n in tensors if n.startswith("blk.0.")]
+        }
+
+    config = gguf.open_file(rewritten(convert(model, tmp_path / "a.gguf"), deeper, **keys))[0].config
+    assert [(kind.window, kind.rotary.factor) for kind in config.layers[4:6]] == [(6, 1.0), (None, 8.0)]
+
+
 # What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +350,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["experts per token=9 is not an integer in [1, 8]"],
     ),
     "unknown key": ({"llama.attention.clamp_kqv": 3.0}, ["llama.attention.clamp_kqv=3.0"]),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type='yarn'"]),
+    "longrope": ({"llama.rope.scaling.type": "longrope"}, ["llama.rope.scaling.type='longrope'", "yarn"]),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.original_context_length is missing"]),
     "partial rotation": ({"llama.rope.dimension_count": 4}, ["llama.rope.dimension_count=4", "6"]),
     "other values": ({"llama.attention.value_length": 4}, ["llama.attention.value_length=4"]),
     "heads of each layer": (

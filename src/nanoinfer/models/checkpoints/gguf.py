@@ -21,7 +21,6 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     ARCHITECTURES,
     FREQUENCIES,
     LAYER,
-    LONG,
     SHARED_GATE,
     STACKED,
     STACKED_BIASES,
@@ -31,6 +30,7 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_latent import JOINED_HEADS, OF_HEADS
 from nanoinfer.models.checkpoints.gguf_metadata import Metadata
+from nanoinfer.models.checkpoints.gguf_rotary import LONG
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
@@ -46,6 +46,11 @@ from nanoinfer.utils.files import escaped
 log = logging.getLogger("nanoinfer")
 
 _LLAMA3_CONTEXT = 8192
+_OTHER_PARTS = {"v.": "images", "mm.": "images", "a.": "sound", "cls": "classes"}
+"""Beginnings of the names of tensors that are not the language model's -> what they are for."""
+_EACH_EXPERT = {f"mlp.experts.c_{ours}": f"ffn_{theirs}.{{}}" for ours, theirs in
+                (("gate", "gate"), ("fc", "up"), ("proj", "down"))}  # fmt: skip
+"""Names in files of 2023 and early 2024."""
 
 
 def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Value]]:
@@ -63,13 +68,31 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     if not isinstance(arch, str) or (layout := ARCHITECTURES.get(arch)) is None:
         known = ", ".join(ARCHITECTURES)
         raise NanoinferError(f"{where}: general.architecture={show(arch)} is not supported: only {known} are")
+    file = _without_other_parts(file, where, arch)
     config = _read_config(file, where, arch, layout)
     with about(where):
         stored = _as_stored(file, config, layout)
-    family = stored_family(config, layout)
-    if any(name.endswith(gguf_gemma4.JOINED) for name in file.tensors) and config.experts is not None:
-        family = replace(family, names={**family.names, **gguf_gemma4.SPLIT})
+    joined = layout.joined or "blk.0.attn_qkv.weight" in file.tensors
+    family = stored_family(config, replace(layout, joined=joined))
+    if config.experts is not None:
+        forms = {gguf_gemma4.JOINED: gguf_gemma4.SPLIT, "ffn_gate.0.weight": _EACH_EXPERT}
+        own = [names for end, names in forms.items() if any(name.endswith(end) for name in file.tensors)]
+        family = replace(family, names=dict(family.names) | (own[0] if own else {}))
     return check(config, stored, where, dtype, family), file.metadata
+
+
+def _without_other_parts(file: GGUFFile, where: str, arch: str) -> GGUFFile:
+    """Return the file without the tensors of parts that are not run, which a line of the log names."""
+    purpose = {name: what for name in file.tensors for start, what in _OTHER_PARTS.items() if name.startswith(start)}
+    total, further = (file.metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    if type(total) is int and type(further) is int and 0 < further < total:
+        starts = tuple(f"blk.{i}." for i in range(total - further, total))
+        purpose |= {name: "the prediction of further tokens" for name in file.tensors if name.startswith(starts)}
+    if not purpose:
+        return file
+    what = ", ".join(sorted(set(purpose.values())))
+    log.warning("%s: %d tensors for %s are not used: the text model runs without them", where, len(purpose), what)
+    return GGUFFile(file.metadata, {name: t for name, t in file.tensors.items() if name not in purpose})
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

@@ -12,6 +12,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf_gemma4, gguf_latent
 from nanoinfer.models.checkpoints.gguf_metadata import Metadata
+from nanoinfer.models.checkpoints.gguf_rotary import LONG, scaling, windows
 
 TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 LAYER: dict[str, str | tuple[str, ...]] = {
@@ -46,7 +47,6 @@ SHARED_GATE = "ffn_gate_inp_shexp.weight"
 """Ending of a matrix of one row that is stored as a vector."""
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
-LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Architecture:
     interleaved: bool = False
     """Whether queries and keys are stored for a rotation of adjacent dimensions (2i, 2i + 1)."""
     joined: bool = False
-    """Whether queries, keys and values are one tensor."""
+    """Whether queries, keys and values are one tensor, as in a file of any architecture with `attn_qkv`."""
     added_to_norms: float = 0.0
     """Number that was added to the weights of norms."""
     gate_in_up: bool = False
@@ -82,6 +82,7 @@ def _sizes(m: Metadata) -> dict[str, Any]:
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
     m.get(m.key("pooling_type"))  # models/pooling.py
+    m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
     vocab_size, num_layers = _vocab_size(m), _num_layers(m)
     differ = m.arch == "gemma4"  # gguf_gemma4.py reads the numbers of all layers
     heads = "attention.head_count_kv"
@@ -96,14 +97,15 @@ def _sizes(m: Metadata) -> dict[str, Any]:
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in m.tensors,
         "rope_theta": m.float_("rope.freq_base", 10000.0),
-        "rope_scaling": _scaling(m),
+        "rope_scaling": scaling(m),
     }
 
 
 def _num_layers(m: Metadata) -> int:
     """Return the number of layers, after comparing it with the tensors: the config has an entry for each layer."""
     layers = {name.split(".")[1] for name in m.tensors if name.startswith("blk.")}
-    if (count := m.int_("block_count")) != len(layers):
+    count = m.int_("block_count") - m.integer(m.key("nextn_predict_layers"), 0, 0)  # which gguf.py leaves out
+    if count != len(layers):
         raise m.error(m.key("block_count"), f"is not the number of layers that the file has: {len(layers)}")
     return count
 
@@ -113,24 +115,6 @@ def _vocab_size(m: Metadata) -> int:
     if (embedding := m.tensors.get("token_embd.weight")) is None:
         raise NanoinferError("tensor token_embd.weight is missing")
     return embedding.shape[0]
-
-
-def _scaling(m: Metadata) -> dict[str, Any] | None:
-    """Return rope_scaling. llama.cpp stores Llama 3's as a divisor of each frequency, computed when converting."""
-    kind = m.get(m.key("rope.scaling.type"), "none")
-    factor = m.float_("rope.scaling.factor", m.float_("rope.scale_linear", 1.0))
-    for name in ("original_context_length", "finetuned"):  # inputs of yarn, which is refused
-        m.get(m.key(f"rope.scaling.{name}"))
-    if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `_phi3` reads them
-        return None
-    if m.arch == "deepseek2" and kind == "yarn":  # gguf_latent.py reads it
-        return None
-    m.only(m.key("rope.scaling.attn_factor"), 1.0)
-    if m.arch == "gpt-oss" and kind == "yarn":  # `_gpt_oss` reads it
-        return None
-    if kind not in ("none", "linear"):
-        raise m.error(m.key("rope.scaling.type"), "is not supported: only none and linear are")
-    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
 
 
 def _plain(m: Metadata) -> dict[str, Any]:
@@ -147,7 +131,7 @@ def _rotated_share(m: Metadata, head_dim: int) -> float:
 
 
 def _has_bias(m: Metadata, name: str) -> bool:
-    return f"blk.0.{name}.bias" in m.tensors
+    return f"blk.0.{name}.bias" in m.tensors or (name == "attn_q" and "blk.0.attn_qkv.bias" in m.tensors)
 
 
 def _layer_norms(m: Metadata) -> dict[str, Any]:
@@ -161,12 +145,8 @@ def _layer_norms(m: Metadata) -> dict[str, Any]:
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
-    mixture = m.integer(m.key("expert_count"), 0, 0) > 0
-    if not mixture:
-        m.only(m.key("expert_used_count"), 0)
-    m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
-    biased = {part: f"blk.0.{name}.bias" in m.tensors for part, name in (("attention", "attn_q"), ("mlp", "ffn_up"))}
-    fields = _plain(m) | {f"{part}_bias": found for part, found in biased.items()}
+    mixture = "expert_count" in m
+    fields = _plain(m) | {"attention_bias": _has_bias(m, "attn_q"), "mlp_bias": _has_bias(m, "ffn_up")}
     if (window := "attention.sliding_window") in m:
         fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
     return fields | _experts(m) | {"model_type": "mixtral"} if mixture else fields
@@ -189,38 +169,41 @@ def _qwen_moe(m: Metadata) -> dict[str, Any]:
     if m.arch == "qwen2moe":
         shared = {"shared_expert_intermediate_size": m.int_("expert_shared_feed_forward_length")}
     flags = {"norm_topk_prob": m.arch == "qwen3moe", "qkv_bias": _has_bias(m, "attn_q")}
-    return _plain(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
+    return _qwen(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
 
 
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
-    """llama.cpp fixes what the file does not say: every second layer has a window, the first one included.
-
-    The range of pairs that yarn blends is not rounded to whole numbers, as in the model, and other than in llama.cpp.
-    """
-    shape, scaling = _plain(m), dict[str, Any](rope_type="default")
-    if m.get(m.key("rope.scaling.type")) == "yarn":
-        scaling = {"rope_type": "yarn", "truncate": False, "factor": m.float_("rope.scaling.factor", 1.0)}
-        scaling["original_max_position_embeddings"] = m.int_("rope.scaling.original_context_length")
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            scaling[name] = m.float_(f"rope.scaling.yarn_{name}", default)
+    """llama.cpp fixes what the file does not say: every second layer has a window, the first one included."""
+    shape = _plain(m)
     found = _experts(m) | {"intermediate_size": m.int_("expert_feed_forward_length", shape["intermediate_size"])}
-    window, bias = m.int_("attention.sliding_window"), _has_bias(m, "attn_q")
-    return shape | found | {"sliding_window": window, "rope_scaling": scaling, "attention_bias": bias}
+    window, rope = m.int_("attention.sliding_window"), shape["rope_scaling"] or {"rope_type": "default"}
+    return shape | found | {"sliding_window": window, "rope_scaling": rope, "attention_bias": _has_bias(m, "attn_q")}
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
-    """llama.cpp fixes what the file does not say: every sixth layer is global, the local base is 10,000."""
-    shape, pattern = _plain(m), m.int_("attention.sliding_window_pattern", 6)
-    at_27b = shape["num_hidden_layers"] == 62
-    width = shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"]
-    return shape | {
-        "sliding_window": m.int_("attention.sliding_window"),
-        "sliding_window_pattern": pattern,
-        "rope_local_base_freq": m.float_("rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": width,
-        "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
-        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
-    }
+    """llama.cpp fixes what the file does not say: every sixth layer is global, the local base is 10,000.
+
+    Files of Ollama have other names of bases; those with a vision part lack the scaling that such models have.
+    """
+    shape = _plain(m)
+    num_layers = shape["num_hidden_layers"]
+    local = m.float_("rope.freq_base_swa", m.float_("rope.local.freq_base", 10000.0))
+    if "rope.freq_base" not in m:
+        shape["rope_theta"] = m.float_("rope.global.freq_base", 1e6)
+    if "vision.block_count" in m and "rope.scaling.factor" not in m and num_layers in (34, 48, 62):
+        shape["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    width = shape["hidden_size"] // shape["num_attention_heads"] if num_layers == 62 else shape["head_dim"]  # 27B
+    return (
+        shape
+        | (windows(m, num_layers, 6) or {"layer_types": ["full_attention"] * num_layers})
+        | {
+            "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-6),
+            "rope_local_base_freq": local,
+            "query_pre_attn_scalar": width,
+            "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
+            "final_logit_softcapping": m.float_("final_logit_softcapping", None),
+        }
+    )
 
 
 def _gemma4(m: Metadata) -> dict[str, Any]:
@@ -252,7 +235,7 @@ def _phi3(m: Metadata) -> dict[str, Any]:
         "original_max_position_embeddings": context,
         "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
         "rope_scaling": scaling,
-        "sliding_window": m.integer(m.key("attention.sliding_window"), 0, 0) or None,
+        "sliding_window": m.int_("attention.sliding_window") if "attention.sliding_window" in m else None,
     }
 
 
@@ -296,12 +279,8 @@ def _cohere(m: Metadata) -> dict[str, Any]:
 
 
 def _exaone4(m: Metadata) -> dict[str, Any]:
-    shape, window, pattern = _plain(m), "attention.sliding_window", m.get(m.key("attention.sliding_window_pattern"))
-    if isinstance(pattern, list):
-        pattern = [("full_attention", "sliding_attention")[bool(local)] for local in pattern]
-    elif pattern is not None:
-        raise m.error(m.key("attention.sliding_window_pattern"), "is not a list with a value for each layer")
-    return shape | {"sliding_window": m.int_(window) if window in m else None, "layer_types": pattern}
+    shape = _plain(m)
+    return shape | {"sliding_window": None} | windows(m, shape["num_hidden_layers"], 4)
 
 
 def _biased(m: Metadata) -> dict[str, Any]:
@@ -309,6 +288,45 @@ def _biased(m: Metadata) -> dict[str, Any]:
     parts = ("attention", "attn_q"), ("attention_out", "attn_output"), ("mlp", "ffn_up")
     found = {f"{part}_bias": _has_bias(m, name) for part, name in parts}
     return _plain(m) | found | {"use_bias": found["attention_bias"]}
+
+
+def _qwen(m: Metadata) -> dict[str, Any]:
+    shape = _plain(m)
+    return shape | windows(m, shape["num_hidden_layers"])
+
+
+def _olmo2(m: Metadata) -> dict[str, Any]:
+    """OLMo 3 is an OLMo 2 with windows: only its global layers have scaled positions."""
+    shape = _plain(m)
+    if not (local := windows(m, shape["num_hidden_layers"], 4)):
+        return shape
+    theta, scaled = shape["rope_theta"], shape["rope_scaling"] or {"rope_type": "default"}
+    nearby = {"rope_type": "default", "rope_theta": m.float_("rope.freq_base_swa", theta)}
+    ropes = {"full_attention": scaled | {"rope_theta": theta}, "sliding_attention": nearby}
+    return shape | local | {"model_type": "olmo3", "rope_parameters": ropes}
+
+
+def _mistral3(m: Metadata) -> dict[str, Any]:
+    """Mistral Small 3.1, and Ministral 3, whose queries grow with the position."""
+    shape, growth = _plain(m), m.float_("attention.temperature_scale", None)
+    rope = shape["rope_scaling"] or {"rope_type": "default"}
+    return shape | {"rope_scaling": rope if growth is None else rope | {"llama_4_scaling_beta": growth}}
+
+
+def _starcoder2(m: Metadata) -> dict[str, Any]:
+    epsilon = m.float_("attention.layer_norm_epsilon", 1e-5)
+    return _plain(m) | {"norm_epsilon": epsilon, "use_bias": _has_bias(m, "ffn_up")}
+
+
+def _minicpm(m: Metadata) -> dict[str, Any]:
+    """A Granite with other defaults, which are those of llama.cpp."""
+    found = _granite(m)
+    residual, logits = 1.4 / found["num_hidden_layers"] ** 0.5, found["hidden_size"] / 256
+    return found | {
+        "embedding_multiplier": m.float_("embedding_scale", 12.0),
+        "residual_multiplier": m.float_("residual_scale", residual),
+        "logits_scaling": m.float_("logit_scale", logits),
+    }
 
 
 def _gpt2(m: Metadata) -> dict[str, Any]:
@@ -331,33 +349,39 @@ def _gpt_neox(m: Metadata) -> dict[str, Any]:
         "rotary_pct": _rotated_share(m, shape["head_dim"]),
         "rotary_emb_base": shape["rope_theta"],
         "use_parallel_residual": m.flag(m.key("use_parallel_residual"), True),
-        "attention_bias": "blk.0.attn_qkv.bias" in m.tensors,
+        "attention_bias": _has_bias(m, "attn_q"),
     }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
-    "qwen2": Architecture("qwen2", _plain),
-    "qwen3": Architecture("qwen3", _plain),
+    "qwen2": Architecture("qwen2", _qwen),
+    "qwen3": Architecture("qwen3", _qwen),
     "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, names={"ln_2": "post_attention_norm"}),
+    "gptoss": Architecture("gpt_oss", _gpt_oss, names={"attn.c_proj": "attn_out", "attn.sinks": "attn_sinks"}),
     "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
     "gemma4": Architecture("gemma4_text", _gemma4, names=gguf_gemma4.NAMES),
-    "olmo2": Architecture("olmo2", _plain),
+    "olmo2": Architecture("olmo2", _olmo2),
+    "mistral3": Architecture("ministral3", _mistral3, interleaved=True),
+    "starcoder2": Architecture("starcoder2", _starcoder2),
     "smollm3": Architecture("smollm3", _plain, interleaved=True),
     "gemma": Architecture("gemma", _plain, added_to_norms=1.0),
     "gemma2": Architecture("gemma2", _gemma2, added_to_norms=1.0),
     "phi2": Architecture("phi", _layer_norms),
     "phi3": Architecture("phi3", _phi3, joined=True, gate_in_up=True),
     "granite": Architecture("granite", _granite, interleaved=True),
+    "minicpm": Architecture("granite", _minicpm, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),
     "stablelm": Architecture("stablelm", _stablelm),
     "glm4": Architecture("glm4", _glm4, interleaved=True, gate_in_up=True),
+    "chatglm": Architecture("glm", _glm4, interleaved=True, gate_in_up=True),
     "command-r": Architecture("cohere", _cohere, interleaved=True),
     "cohere2": Architecture("cohere2", _cohere, interleaved=True),
+    "exaone": Architecture("llama", _plain),
     "exaone4": Architecture("exaone4", _exaone4),
     "ernie4_5": Architecture("ernie4_5", _biased, interleaved=True),
     "seed_oss": Architecture("seed_oss", _biased, names={"ln_2": "post_attention_norm"}),

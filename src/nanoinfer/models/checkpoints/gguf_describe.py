@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,15 +44,21 @@ def describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
     }
     if rotary.scaling == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
-    if rotary.scaling == "yarn" and arch == "gpt-oss":
-        log.warning("llama.cpp rounds the range of pairs that yarn blends: its logits differ slightly")
+    if rotary.scaling == "yarn" and config.latent is None:  # gguf_latent.py writes that of DeepSeek
         found |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rotary.factor),
             "rope.scaling.original_context_length": rotary.original_context,
+            "rope.scaling.yarn_attn_factor": float(rotary.attention_factor),
             "rope.scaling.yarn_beta_fast": float(rotary.high_freq_factor),
             "rope.scaling.yarn_beta_slow": float(rotary.low_freq_factor),
         }
+        if not rotary.truncate:
+            log.warning("llama.cpp rounds the range of pairs that yarn blends: its logits differ slightly")
+        if not math.isclose(rotary.attention_factor, 0.1 * math.log(rotary.factor) + 1.0, rel_tol=1e-4):
+            log.warning("llama.cpp ignores attention_factor=%g: its logits differ", rotary.attention_factor)
+        if rotary.query_growth:
+            found["attention.temperature_scale"] = float(rotary.query_growth)
     return found
 
 

@@ -159,7 +159,8 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
 
 def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
-    shared = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}  # known by a window, or experts
+    # known by a window, or experts
+    shared = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek_v2"}
     family = shared.get(config.family, config.family)
     written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
     found = [arch for arch, name in written.items() if name == family]
@@ -198,7 +199,7 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         found["attention.sliding_window"] = windowed.window
         if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
             found["rope.freq_base_swa"] = float(windowed.rotary.base)
-        if arch == "llama" and windowed.window < config.block_size:
+        if arch in ("llama", "qwen2", "qwen3") and windowed.window < config.block_size:
             log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
     granite = {
         "attention.scale": config.attention_scale,
@@ -217,7 +218,7 @@ def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "cohere2": {"logit_scale": config.final_scale},
     }
     found |= {key: float(value) for key, value in factors.get(arch, {}).items() if value is not None}
-    if arch == "exaone4" and windowed.window is not None:
+    if arch in ("exaone4", "olmo2", "qwen2", "qwen3") and windowed.window is not None:
         found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
     if arch in ("gptneox", "stablelm"):
         found["use_parallel_residual"] = config.parallel_residual

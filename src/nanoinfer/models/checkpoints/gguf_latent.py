@@ -61,22 +61,7 @@ def read(m: Metadata) -> dict[str, Any]:
         "topk_method": "noaux_tc" if corrected else "group_limited_greedy" if groups > 1 else "greedy",
     }
     kind = {"model_type": "deepseek_v3" if corrected else "deepseek_v2"}
-    scaling = {"rope_scaling": _yarn(m)} if m.get(m.key("rope.scaling.type")) == "yarn" else {}
-    return sizes | mixture | kind | scaling
-
-
-def _yarn(m: Metadata) -> dict[str, Any]:
-    """Return rope_scaling. llama.cpp's factor of scores is the one that both of DeepSeek's `mscale` give if equal."""
-    share = (m.float_("rope.scaling.yarn_log_multiplier", None) or 0.0) / 0.1
-    return {
-        "rope_type": "yarn",
-        "factor": m.float_("rope.scaling.factor", 1.0),
-        "original_max_position_embeddings": m.int_("rope.scaling.original_context_length"),
-        "beta_fast": m.float_("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": m.float_("rope.scaling.yarn_beta_slow", 1.0),
-        "attention_factor": 1.0,
-        "mscale_all_dim": round(share, 6),
-    }
+    return sizes | mixture | kind
 
 
 def describe(config: ModelConfig) -> dict[str, Value]:
