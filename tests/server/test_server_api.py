@@ -624,6 +624,8 @@ def test_unknown_paths_and_methods(client: Client) -> None:
         assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
         assert response.json()["error"]["message"].startswith(f"{method} {path}: ")
         assert response.json()["error"]["message"].count(path) == 1
+    message = client.request("POST", CHAT.removeprefix("/v1")).json()["error"]["message"]
+    assert message == "POST /chat/completions: Not Found: the path is /v1/chat/completions"
 
 
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")

@@ -16,8 +16,10 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanoinfer import anthropic_protocol
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
+from nanoinfer.openai_protocol.fields import TABLES
 from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
@@ -221,6 +223,10 @@ def _num_top(count: int | None, vocab_size: int) -> int:
     return vocab_size if count == WHOLE_VOCABULARY else count or 0
 
 
+_OF_V1 = {*TABLES, *anthropic_protocol.TABLES, "/v1/models"}
+"""Paths that clients may miss whose base URL does not end with /v1."""
+
+
 # The middleware ------------------------------------------------------------------------------------------
 
 
@@ -316,9 +322,10 @@ def _note(error: Exception, scope: Scope) -> Refusal:
     """Return the response to an exception of the application."""
     if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
         headers = tuple((error.headers or {}).items())
-        return Refusal(
-            error.status_code, f"{scope['method']} {escaped(scope['path'])}: {error.detail}", headers=headers
-        )
+        message = f"{scope['method']} {escaped(scope['path'])}: {error.detail}"
+        if (path := f"/v1{scope['path']}") in _OF_V1:
+            message += f": the path is {path}"
+        return Refusal(error.status_code, message, headers=headers)
     refusal = refusal_of(error)
     return unexpected(error, scope) if refusal == internal_error() else refusal
 
