@@ -165,7 +165,7 @@ class LLMConfig:
         given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
-                raise unknown_argument("LLM", name, owner)
+                raise unknown_argument("LLM", name, owner, "help(LLM) and docs/from-vllm.md list the arguments")
             given[owner[name]][name] = value
         engine, speculation, scheduler, pooling = (kind(**given[kind]) for kind in given)
         return cls(

@@ -69,7 +69,8 @@ def one(llm: LLM, prompt: object = "Go", params: SamplingParams = GREEDY) -> Com
     return output.outputs[0]
 
 
-ARGUMENTS = [f"`{name}`" for name in FOREIGN]  # tests/entrypoints/test_vllm_names.py has each value
+# tests/entrypoints/test_vllm_names.py has each value of these
+ARGUMENTS = [f"`{name}`" for name in FOREIGN] + ["`hf_overrides`, `pooler_config`"]
 
 
 def test_every_row_has_its_test() -> None:

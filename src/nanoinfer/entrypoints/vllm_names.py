@@ -1,10 +1,10 @@
-"""vLLM's arguments of `LLM(...)` that are no options here: which values have no effect, what to do instead of others.
+"""vLLM's most used arguments of `LLM(...)` that are no options here: values without effect, remedies for others.
 
 LLM(model, tensor_parallel_size=1, swap_space=4)  ->  the same as LLM(model), and a line in the log
 LLM(model, tensor_parallel_size=2)                ->  NanoinferError: tensor_parallel_size=2 is not supported ...
 LLM(model, dtype="half", max_num_seqs=8)          ->  the same as LLM(model, dtype="float16", max_num_seqs=8)
 
-docs/from-vllm.md has the same table. A name that is in none of the tables below, and is no option, is a TypeError.
+docs/from-vllm.md has the same table. Any other name that is no option is a TypeError, which names that page.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from nanoinfer.config import OF_CHATS, PARTS, EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.messages import is_list
+from nanoinfer.models.checkpoints.load import is_local
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanoinfer.utils.checks import plain, show
@@ -74,52 +75,20 @@ def _captures_nothing(value: Any, given: Mapping[str, Any]) -> bool:
     return isinstance(value, bool) and (eager or not value)
 
 
-def _is_cache(value: Any, given: Mapping[str, Any]) -> bool:
-    """Whether nothing is downloaded, or to that folder anyway."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    from nanoinfer.models.checkpoints.load import is_local
-
-    if value is None or (isinstance(given["model"], (str, Path)) and is_local(given["model"])):
-        return True
-    return isinstance(value, (str, Path)) and Path(value).expanduser().resolve() == Path(HF_HUB_CACHE).resolve()
-
-
-def _has_no_parts(value: Any, given: Mapping[str, Any]) -> bool:
-    return value is None or (isinstance(value, Mapping) and not any(value.values()))
-
-
 _ONE_DEVICE = ("one device computes", "leave it out, and run a process for each device")
 _TASKS = ("a model generates, embeds and scores", "use vLLM for classes and rewards")
-_READS_TEXT = "models here read text only"
-_ADAPTERS = ("adapters are not supported", "merge the adapter into the model's weights")
-_CONFIG = ("config.json describes the model", "change it in a copy of the folder")
-_BRANCH = (
-    "the Hub's branch main is loaded",
-    "download the revision by huggingface_hub.snapshot_download, and give its folder",
-)
-_GUIDANCE = "llguidance compiles all grammars"
-_PARAMS = "sampling_params=None takes the parameters of generation_config.json"
-_FORMAT = "the format of a file is read from it"
-
-_BESIDE = {"architectures", "is_original_qwen3_reranker", "is_matryoshka", "matryoshka_dimensions"}
-"""Keys of hf_overrides that vLLM needs for embeddings and rerankers, and that change nothing here."""
 
 FOREIGN: dict[str, Foreign] = {
     # devices and memory
     "tensor_parallel_size": _only([1], *_ONE_DEVICE),
     "pipeline_parallel_size": _only([1], *_ONE_DEVICE),
-    "data_parallel_size": _only([1], *_ONE_DEVICE),
     "distributed_executor_backend": _only([None, "uni"], *_ONE_DEVICE),
-    "disable_custom_all_reduce": _only([False, True], "one device computes"),
-    "enable_expert_parallel": _only([False], "one device computes all experts"),
     "gpu_memory_utilization": Foreign(
         "0.5 to 1; on a CPU any",
         _shares_memory,
         "keys and values take a quarter of the free memory",
         "give kv_cache_memory, their number of bytes",
     ),
-    "num_gpu_blocks_override": _only([None], "the memory determines the number", "give kv_cache_memory, in bytes"),
     "block_size": _only([None, 16], "a block has 16 tokens", "leave it out; max_model_len is the context length"),
     "swap_space": Foreign(
         "0 or more", lambda value, given: _is_number(value, 0, float("inf")), "no keys and values are swapped"
@@ -134,86 +103,58 @@ FOREIGN: dict[str, Foreign] = {
         "the engine determines whether steps are captured or compiled",
         "give engine='static', which does neither",
     ),
-    "max_seq_len_to_capture": Foreign(
-        "any on a CPU",
-        lambda value, given: _is_number(value, 1, float("inf")) and not _on_gpu(given),
-        "graphs are captured for all lengths, and on a GPU only",
-        "give graph_memory, the bytes that they may take",
-    ),
-    "compilation_config": _only(
-        [None, 0, {}], "the engine determines what is compiled", "give engine='compiled', which compiles the step"
-    ),
     "enable_chunked_prefill": _only(
         [None, True],
         "a prompt longer than max_num_batched_tokens is split",
         "give max_num_batched_tokens as long as the context, and target_step_ms=None: then none is split",
     ),
-    "scheduling_policy": _only(["fcfs", "priority"], "requests of one priority are admitted in their order"),
     "speculative_config": _only(
         [None], "draft determines the speculation", "give draft='prompt-lookup' (ngram) or a model, and speculate_k"
     ),
     "disable_log_stats": _only(
         [True], "no statistics are logged", "leave it out: RequestOutput.metrics and a server's /metrics have them"
     ),
-    "enable_log_requests": _only([False], "requests are not logged", "use nanoinfer serve --access-log FILE"),
-    # sampling
     "max_logprobs": Foreign(
         f"0 to {MAX_LOGPROBS:,}",
         lambda value, given: _is_number(value, 0, MAX_LOGPROBS),
         f"each request may ask for up to {MAX_LOGPROBS:,} log-probabilities",
     ),
-    "logits_processors": _only([None, []], "there are none", "give logit_bias or structured_outputs of SamplingParams"),
-    "guided_decoding_backend": _only(["auto", "guidance"], _GUIDANCE),
-    "structured_outputs_config": _only([None, {}], _GUIDANCE),
-    "override_generation_config": _only([None, {}], _PARAMS, "give generate() the SamplingParams"),
     # the model
     "task": _only(["auto", "generate", "embed", "embedding", "score"], *_TASKS),
     "runner": _only(["auto", "generate", "pooling"], *_TASKS),
-    "convert": _only(["auto", "none", "embed"], *_TASKS),
-    "pooler_config": Foreign(
-        "`None`, `{}`; `pooling_type`: LAST, MEAN or CLS",
-        lambda value, given: value in (None, {}),
-        "the model's files say how it embeds",
-        "give PoolingParams to LLM.embed",
+    "limit_mm_per_prompt": Foreign(
+        "`None`, or 0 of each kind",
+        lambda value, given: value is None or (isinstance(value, Mapping) and not any(value.values())),
+        "models here read text only",
     ),
-    "limit_mm_per_prompt": Foreign("`None`, or 0 of each kind", _has_no_parts, _READS_TEXT),
-    "mm_processor_kwargs": _only([None, {}], _READS_TEXT),
-    "allowed_local_media_path": _only([""], _READS_TEXT),
-    "enable_lora": _only([False], *_ADAPTERS),
-    "max_loras": _only([1], *_ADAPTERS),
-    "max_lora_rank": _only([16], *_ADAPTERS),
+    "enable_lora": _only([False], "adapters are not supported", "merge the adapter into the model's weights"),
     "trust_remote_code": _only([False, True], "no code in a model's files runs"),
     "tokenizer_mode": _only(["auto", "hf"], "tokenizer.json is used", "give tokenizer= a folder or a file"),
-    "skip_tokenizer_init": _only([False], "the tokenizer is loaded", "leave it out, and give token ids as prompts"),
-    "revision": _only([None, "main"], *_BRANCH),
-    "tokenizer_revision": _only([None, "main"], *_BRANCH),
+    "revision": _only(
+        [None, "main"],
+        "the Hub's branch main is loaded",
+        "download the revision by huggingface_hub.snapshot_download, and give its folder",
+    ),
     "download_dir": Foreign(
-        "`None`; any for a model on this machine; the Hub's cache",
-        _is_cache,
+        "`None`; any for a model on this machine",
+        lambda value, given: value is None or (isinstance(given["model"], (str, Path)) and is_local(given["model"])),
         "models are downloaded to the Hub's cache",
         "set the environment variable HF_HUB_CACHE to that folder",
     ),
-    "hf_token": _only(
-        [None, True], "the Hub's library finds this machine's token", "set the environment variable HF_TOKEN"
-    ),
-    "hf_overrides": Foreign(
-        "`None`, `{}`; `classifier_from_token`, and what vLLM wants beside it",
-        lambda value, given: isinstance(value or {}, Mapping) and not (value or {}).keys() - _BESIDE,
-        *_CONFIG,
-    ),
-    "rope_scaling": _only([None, {}], *_CONFIG),
-    "load_format": _only(["auto", "hf"], _FORMAT, "leave it out; random:PRESET is a model of random weights"),
-    "config_format": _only(["auto", "hf"], _FORMAT),
-    "model_impl": _only(["auto"], "each model has one implementation"),
-    "served_model_name": _only([None], "requests name no model", "use nanoinfer serve --served-model-name NAME"),
-    "enable_sleep_mode": _only([False], "a model stays in memory", "delete the LLM to free it"),
 }
 
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 DTYPES = {"half": "float16", "float": "float32"}
 """Other names of dtypes. PyTorch's dtypes are accepted, too."""
 _NONE_IS_DEFAULT = ("seed", "max_num_batched_tokens", "enable_prefix_caching")
-_SECRET = ("hf_token",)
+_NESTED = {
+    "pooler_config": ("pooling_type", ()),
+    "hf_overrides": (
+        "classifier_from_token",
+        ("architectures", "is_original_qwen3_reranker", "is_matryoshka", "matryoshka_dimensions"),
+    ),
+}
+"""Dicts of options: the key that is an option here, and those that vLLM needs beside it and that change nothing."""
 
 
 def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
@@ -232,44 +173,46 @@ def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
     if len(own) + len(foreign) < len(options):  # before they are moved
         raise NanoinferError("kv_cache_memory and kv_cache_memory_bytes are both given: give one of them")
     own = {name: value for name, value in own.items() if value is not None or name not in _NONE_IS_DEFAULT}
-    own |= _pooling(foreign)
+    said = _take_pooling(own)
     if "dtype" in own:
         own["dtype"] = _dtype(own["dtype"])
     tokenizer, seed = own.pop("tokenizer", None), own.pop("seed", 0)
     config = LLMConfig.from_options(model, tokenizer, seed, own)
     for name, value in foreign.items():
         _check(name, value, {**own, "model": model})
-    if foreign:
-        said = ", ".join(f"{name}={show(value)} ({FOREIGN[name].why})" for name, value in foreign.items())
-        log.warning("vLLM's arguments without effect here (docs/from-vllm.md): %s", said)
+    said += [f"{name}={show(value)} ({FOREIGN[name].why})" for name, value in foreign.items()]
+    if said:
+        log.warning("vLLM's arguments without effect here (docs/from-vllm.md): %s", ", ".join(said))
     if seed and "random:" not in str(model):
         log.warning("seed=%s is that of random weights: give SamplingParams(seed=...) for reproducible outputs", seed)
     return config
 
 
-def _pooling(foreign: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that pooler_config and hf_overrides stand for, and take them out of `foreign`.
+def _take_pooling(own: dict[str, Any]) -> list[str]:
+    """Replace pooler_config and hf_overrides by the options that they stand for; return what else they have, in words.
 
     {"hf_overrides": {"classifier_from_token": ["no", "yes"], ...}}  ->  {"classifier_from_token": ["no", "yes"]}
     """
-    found = {}
-    for name, key in (("pooler_config", "pooling_type"), ("hf_overrides", "classifier_from_token")):
-        value = foreign.get(name)
-        if isinstance(value, Mapping) and value.get(key) is not None:
-            given = value[key]
-            found[key] = given.lower() if key == "pooling_type" and isinstance(given, str) else given
-            if rest := {k: v for k, v in value.items() if k != key}:
-                foreign[name] = rest
-            else:
-                del foreign[name]
-    return found
+    ignored = []
+    for name, (key, others) in _NESTED.items():
+        value = own.pop(name, None) or {}
+        if not isinstance(value, Mapping) or value.keys() - {key, *others}:
+            raise NanoinferError(
+                f"{name}={show(value)} is not supported (accepted: a dict with {key}): change config.json"
+            )
+        if value.get(key) is not None:
+            own[key] = value[key].lower() if key == "pooling_type" and isinstance(value[key], str) else value[key]
+        ignored += [f"{name}[{other!r}] (config.json describes the model)" for other in others if other in value]
+    return ignored
 
 
 def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
     known, value = FOREIGN[name], plain(value)
     if not known.accepts(value, given):
-        shown, accepted = "..." if name in _SECRET else show(value), known.accepted.replace("`", "")
-        raise NanoinferError(f"{name}={shown} is not supported (accepted: {accepted}): {known.why}: {known.remedy}")
+        accepted = known.accepted.replace("`", "")
+        raise NanoinferError(
+            f"{name}={show(value)} is not supported (accepted: {accepted}): {known.why}: {known.remedy}"
+        )
 
 
 def llm_signature() -> Signature:

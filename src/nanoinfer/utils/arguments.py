@@ -21,12 +21,12 @@ _MEANT = {
 """Names of other libraries for an argument, where its own name is not similar."""
 
 
-def unknown_argument(function: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error about a keyword argument that a function has not; it names the one that may be meant."""
+def unknown_argument(function: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:
+    """Return the error about a keyword that a function does not have, with the one that may be meant, and a remedy."""
     known = tuple(known)
     close = (_MEANT[name],) if _MEANT.get(name) in known else difflib.get_close_matches(name, known, 1)
-    meant = f": did you mean {close[0]}?" if close else ""
-    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
+    hints = [f"did you mean {meant}?" for meant in close] + [remedy] * bool(remedy)
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + ": " * bool(hints) + " ".join(hints))
 
 
 def explains_arguments(cls: type[T]) -> type[T]:
