@@ -71,6 +71,8 @@ def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:
     """Check numbers of log-probabilities before the body is parsed, by the server's limit. Raises FieldError."""
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         value = body.get(name)
+        if isinstance(value, float) and value.is_integer():  # 2.0 is an integer in JSON
+            value = int(value)
         if value is not None and not isinstance(value, bool):
             try:
                 require_int(name, value, WHOLE_VOCABULARY, config.max_logprobs)
