@@ -237,7 +237,7 @@ def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) ->
         (BeamSearchParams, "num_beams", ": did you mean beam_width?"),
         (StructuredOutputsParams, "json_schema", ": did you mean json?"),
         (PoolingParams, "normalise", ": did you mean normalize?"),
-        (LLM, "n_ctx", ": did you mean max_model_len?"),
+        (LLM, "n_ctx", ": did you mean max_model_len? help(LLM) and docs/from-vllm.md list the arguments"),
     ],
 )
 def test_an_unknown_keyword_is_a_type_error(kind: Any, name: str, meant: str) -> None:
