@@ -192,7 +192,7 @@ def test_a_packed_folder_keeps_the_template_and_the_sampling_parameters(tmp_path
     assert ours.chat(HI, GREEDY)[0].outputs == theirs.chat(HI, GREEDY)[0].outputs
     assert ours.decode(ours.apply_chat_template(HI, tools=TWO[:1])) == TWO[0]["function"]["name"]
     assert ours.get_default_sampling_params() == SamplingParams(temperature=0.5)
-    assert ours.config.eos_token_ids == theirs.config.eos_token_ids == (3,)
+    assert ours.config.eos_token_ids == theirs.config.eos_token_ids == (3, 2)  # of both files
 
 
 def test_a_template_of_the_constructor_and_tools_that_it_does_not_show(
