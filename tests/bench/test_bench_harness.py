@@ -97,7 +97,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> Non
     )
     (made,), _ = run(plan, "test", log=quiet)
     assert made.rows[0].error is None
-    assert "quantization='int3' is not supported" in str(made.rows[1].error)
+    assert "quantization='int3' is unknown: use int8 or int4" in str(made.rows[1].error)
     assert made.failed == [made.rows[1]]
 
 

@@ -156,7 +156,7 @@ BAD = {
     "missing file": (["generate", "-f", "no.txt"], "no.txt cannot be read"),
     "bad ids": (["generate", "1 x", "--token-ids"], "'1 x' is not a list of integers"),
     "bad bias": (["generate", "a", "--logit-bias", "5"], "'5' is not TOKEN_ID=BIAS"),
-    "too long": (["generate", "a" * 33, "-m", "{tiny}"], "--overflow slide"),
+    "too long": (["generate", "a" * 33, "-m", "{tiny}"], "overflow='slide'"),
     "eval missing": (["eval", "no.txt"], "no.txt cannot be read"),
     "eval short": (["eval", "{one}", "-m", "{tiny}"], "cannot be scored"),
     "train no data": (["train", "--out", "{tmp}/o"], "--data"),

@@ -389,7 +389,8 @@ def test_a_conversation_has_the_tokens_of_nanochat(tmp_path: Path, system: bool)
     assert llm.chat([USER], SamplingParams(max_tokens=2))[0].prompt_token_ids[-1] == assistant
 
 
-@pytest.mark.parametrize("messages", [[ANSWER], [USER, USER], [{"role": "critic", "content": "a"}]], ids=repr)
-def test_roles_alternate(tmp_path: Path, messages: list[dict[str, str]]) -> None:
+def test_roles_alternate(tmp_path: Path) -> None:
     llm = LLM(str(write(tmp_path)), engine="static", device="cpu")
-    refuses(lambda: llm.apply_chat_template(messages), "roles must be user, assistant")
+    refuses(lambda: llm.apply_chat_template([ANSWER]), "roles must be user, assistant")
+    both = {"role": "user", "content": "the thing\n\nthe thing"}
+    assert llm.apply_chat_template([USER, USER]) == llm.apply_chat_template([both])

@@ -756,7 +756,7 @@ def test_info(client: Client, chat: Client) -> None:
     del expected["output_kind"]
     assert found["sampling_params"]["completions"] == expected
     assert found["sampling_params"]["chat"]["max_tokens"] is None
-    del found["sampling_params"]
+    del found["sampling_params"], found["page_sampling_params"]
     assert found == {
         "model": "tiny", "has_chat_template": False, "reasoning_options": [], "block_size": 32, "engine": "native",
         "device": "cpu", "dtype": "float32", "weight_format": "float32", "quantization": None, "speculation": False,

@@ -140,8 +140,8 @@ def resolve(config: EngineConfig, device: str, dtype: str) -> EngineSpec:
     known = dict.fromkeys(name for spec in ENGINES.values() for name in spec.quantizations)
     if config.quantization not in (None, *known):
         raise NanoinferError(
-            f"quantization={show(config.quantization)} is unknown: use {' or '.join(known)}; other formats are those of"
-            " files, which are read as they are: leave it out, and give a file or folder in that format"
+            f"quantization={show(config.quantization)} is unknown: use {' or '.join(known)}, or leave it out and give a"
+            " file or folder in another format, which is read as it is"
         )
     if config.engine == "auto":
         reasons = {s: _why_not(s, config, device, dtype) for s in ENGINES.values()}
