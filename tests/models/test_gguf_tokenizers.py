@@ -302,7 +302,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "types of some tokens": ({"token_type": np.ones(3, np.int32)}, ["tokenizer.ggml.token_type", "347"]),
     "types that are floats": ({"token_type": np.ones(347, np.float32)}, ["tokenizer.ggml.token_type"]),
     "no merges": ({"merges": None}, ["tokenizer.ggml.merges"]),
-    "a merge of one token": ({"merges": ["ab"]}, ["tokenizer.ggml.merges", "'ab'"]),
+    "a merge of one token": ({"merges": [" ab"]}, ["tokenizer.ggml.merges has ' ab'"]),
     "a merge of unknown tokens": ({"merges": ["qq zz"]}, ["tokenizer cannot be read"]),
     "an empty merge": ({"merges": [""]}, ["tokenizer.ggml.merges", "''"]),
     "no start token": ({"add_bos_token": True, "bos_token_id": None}, ["add_bos_token", "bos_token_id"]),

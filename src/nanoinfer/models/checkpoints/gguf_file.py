@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 """The end of the name of one of several parts."""
 _CHUNK = 1 << 20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_LENGTH = struct.Struct("<Q")
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8",
             12: "<f8"}  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -251,7 +253,7 @@ class _Header:
             found.append(self.string(f"the value of {show(key)}"))  # and the chunk of the file that follows
             buffer, at = self._buffer, self.position - self._start
             while len(found) < count and (start := at + 8) <= len(buffer):
-                end = start + int.from_bytes(buffer[at:start], "little")
+                end = start + _LENGTH.unpack_from(buffer, at)[0]
                 try:
                     if end > len(buffer):
                         break

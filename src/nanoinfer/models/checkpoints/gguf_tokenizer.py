@@ -267,10 +267,13 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise NanoinferError(f"{PREFIX}merges is not a list of merges")
     merges = []
     for line in lines:
-        left, space, right = line[1:].partition(" ")  # a token may begin with a space
-        if not space or not right:
+        left, _, right = line.partition(" ")
+        if not left:  # a token may begin with a space
+            left, _, right = line[1:].partition(" ")
+            left = f" {left}"
+        if not right:
             raise NanoinferError(f"{PREFIX}merges has {show(line)}, which is not two tokens")
-        merges.append((line[0] + left, right))
+        merges.append((left, right))
     return merges
 
 
