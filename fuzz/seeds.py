@@ -181,6 +181,16 @@ def make_vocab() -> list[bytes]:
     return [str(hf.Tokenizer.from_str(trained()["bpe"]).get_vocab()).replace("'", '"').encode(), b'{"a": 0, "b": 1}']
 
 
+def make_sentencepiece() -> list[bytes]:
+    """Return a SentencePiece model, as BPE and as unigram: the pieces <unk>, ▁, a, b, ab."""
+    pieces = [
+        b"\x0a\x05<unk>\x18\x02",
+        *(b"\x0a" + bytes([len(p)]) + p + b"\x15\0\0\x80\xbf" for p in ("▁".encode(), b"a", b"b", b"ab")),
+    ]
+    whole = b"".join(b"\x0a" + bytes([len(piece)]) + piece for piece in pieces)
+    return [whole + b"\x12\x02\x18" + kind + b"\x1a\x02\x20\x00" for kind in (b"\x01", b"\x02")]
+
+
 def make_head() -> dict[str, bytes]:
     """Return the files of a draft head: name -> content."""
     from tempfile import TemporaryDirectory

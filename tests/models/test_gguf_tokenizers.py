@@ -294,7 +294,7 @@ def test_sequences_end_where_llama_cpp_ends_them(name: str, kind: int) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tokenizer": ({"model": None}, ["no tokenizer", "tokenizer.ggml.model"]),
-    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama and gemma4"]),
+    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama, t5 and gemma4"]),
     "a split": ({"pre": "jina-v2-es"}, ["tokenizer.ggml.pre='jina-v2-es'", "give tokenizer= a folder"]),
     "a split that is a number": ({"pre": 3}, ["tokenizer.ggml.pre=3"]),
     "no tokens": ({"tokens": []}, ["tokenizer.ggml.tokens"]),

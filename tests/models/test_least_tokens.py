@@ -16,8 +16,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import nanoinfer
 from helpers.trained_tokenizers import byte_fallback, unigram, word_piece
+from nanoinfer.models.checkpoints.tokenizer_files import from_folder
 from nanoinfer.models.least_tokens import _NFC_SHRINKS
-from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer, byte_alphabet, from_core, from_folder, prepend
+from nanoinfer.models.special_tokens import prepend
+from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer, byte_alphabet, from_core
 
 BUILT_IN = Path(nanoinfer.__file__).parent / "models" / "builtin" / "shakespeare"
 NFC = normalizers.NFC()

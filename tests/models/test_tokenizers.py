@@ -23,6 +23,7 @@ from helpers.errors import refuses
 from helpers.models import CHARS
 from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, unigram, word_piece
 from nanoinfer.models import tokenizers
+from nanoinfer.models.checkpoints.tokenizer_files import from_folder
 from nanoinfer.models.tokenizers import (
     ByteLevelTokenizer,
     CharTokenizer,
@@ -31,7 +32,6 @@ from nanoinfer.models.tokenizers import (
     char_to_json,
     decode,
     from_file,
-    from_folder,
     from_json,
     to_json,
 )

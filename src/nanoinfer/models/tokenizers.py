@@ -6,8 +6,8 @@ Three classes implement the interface `Tokenizer`:
 - `ByteLevelTokenizer`: one with byte-level BPE, as in GPT-2 and the built-in models; decodes bytes.
 - `CharTokenizer`: one token per character, for nanoGPT's `meta.pkl` and `nanoinfer train --tokenizer char`.
 
-Covered: any file that the tokenizers library loads. Not covered: SentencePiece `.model` files and tokenizers that are
-Python code.
+Covered: any file that the tokenizers library loads; checkpoints/tokenizer_files.py reads others.
+Not covered: tokenizers that are Python code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.least_tokens import longest_token
-from nanoinfer.models.special_tokens import around, prepend
+from nanoinfer.models.special_tokens import around
 from nanoinfer.models.text_streams import BYTE_TOKEN, MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
 from nanoinfer.models.tokenizer_limits import (
     MAX_TOKENS,
@@ -33,7 +33,7 @@ from nanoinfer.models.tokenizer_limits import (
 )
 from nanoinfer.utils import processes
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import decode_utf8, escaped, parse_json, read_json, read_limited, reason
+from nanoinfer.utils.files import decode_utf8, escaped, read_limited, reason
 
 if TYPE_CHECKING:
     import tokenizers
@@ -296,7 +296,7 @@ def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
     return in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
 
 
-def _read_table(path: Path, what: str, num_tokens: int) -> bytes:
+def read_table(path: Path, what: str, num_tokens: int) -> bytes:
     """Return the content of a tokenizer's file, after comparing its size with the model's."""
     raw = read_limited(path, MAX_TOKENIZER_BYTES, what)
     marks, per_token = ((b",", b":"), VALUES_PER_TOKEN) if path.suffix == ".json" else ((b"\n",), MERGES_PER_TOKEN)
@@ -309,7 +309,7 @@ def _read_table(path: Path, what: str, num_tokens: int) -> bytes:
 
 def from_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json for a model of `num_tokens` tokens."""
-    return from_json(decode_utf8(_read_table(path, "a tokenizer", num_tokens), escaped(path)), str(path))
+    return from_json(decode_utf8(read_table(path, "a tokenizer", num_tokens), escaped(path)), str(path))
 
 
 def in_order(ids: Mapping[Any, Any], first: int = 0, kind: type = str) -> list[Any]:
@@ -336,45 +336,6 @@ def byte_level(model: tokenizers.models.Model, patterns: Sequence[str] = ()) -> 
     core.pre_tokenizer = pre_tokenizers.Sequence([*steps, whole]) if patterns else whole
     core.decoder = decoders.ByteLevel()
     return core
-
-
-def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), or None.
-
-    `num_tokens`: of the model.
-    """
-    if (path := folder / "tokenizer.json").is_file():
-        return from_file(path, num_tokens)
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocab.is_file() and merges.is_file()):
-        return None
-    from tokenizers import models
-
-    complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
-    raw = _read_table(merges, "a table of merges", num_tokens)
-    ids = parse_json(_read_table(vocab, "a vocabulary", num_tokens), complaint)
-    with explained(complaint):
-        lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
-        pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
-        core = byte_level(models.BPE(ids, pairs))
-        if (eot := core.token_to_id("<|endoftext|>")) is not None:
-            core.add_special_tokens([core.id_to_token(eot)])
-        if (bos := _configured_start(folder)) is not None and (token_id := core.token_to_id(bos)) is not None:
-            core.add_special_tokens([bos])
-            prepend(core, bos, token_id)
-        return ByteLevelTokenizer(core)
-
-
-def _configured_start(folder: Path) -> str | None:
-    """Return the start token that tokenizer_config.json asks for by `add_bos_token`, or None."""
-    if not (path := folder / "tokenizer_config.json").is_file():
-        return None
-    raw = read_json(path, MAX_CONFIG_BYTES, "a tokenizer config")
-    if not isinstance(raw, dict) or raw.get("add_bos_token") is not True:
-        return None
-    bos = raw.get("bos_token")
-    bos = bos.get("content") if isinstance(bos, dict) else bos
-    return bos if isinstance(bos, str) else None
 
 
 def to_json(tokenizer: Tokenizer) -> str:

@@ -9,18 +9,23 @@ tokenizer_config.json, sampling parameters are in generation_config.json.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.chat_template import MAX_TEMPLATE
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, escaped, read_limited, read_object
 
 FILES = (
     "chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json",
     "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
+_ADDED = "added_tokens.json"
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of generation_config.json that are sampling parameters, as in vLLM."""
@@ -34,8 +39,7 @@ def read(folder: Path) -> tuple[str | None, dict[str, str]]:
     Raises:
         NanoinferError: a file is too large or malformed.
     """
-    tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
-    tokens = {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
+    tokenizer, tokens = _read_object(folder / FILES[1]), special_tokens(folder)
     if (template := _read_template(folder / FILES[0])) is not None:
         return template, tokens
     for path, found in ((folder / FILES[1], tokenizer), (folder / FILES[2], _read_object(folder / FILES[2]))):
@@ -53,6 +57,43 @@ def tool_template(folder: Path) -> str | None:
     if (template := _read_template(folder / FILES[4])) is not None:
         return template
     return _text(_named(_read_object(folder / FILES[1]).get("chat_template")).get("tool_use"))
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens of a folder: {"bos_token": "<s>", ...}."""
+    tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
+    return {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
+
+
+def added_tokens(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Return the tokens that are added to a vocabulary, by id, and the names of special tokens.
+
+    They are in added_tokens.json and in `added_tokens_decoder` of tokenizer_config.json, which counts first:
+    {151645: {"content": "<|im_end|>", "special": True, "lstrip": False}}.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
+    further = [t for found in (special, tokenizer) if isinstance(t := found.get("additional_special_tokens"), list)]
+    names = [*special_tokens(folder).values(), *(text for token in chain(*further) if (text := _text(token)))]
+    listed = {str(i): {"content": text} for text, i in _read_object(folder / _ADDED).items()}
+    decoder = tokenizer.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise NanoinferError(f"{escaped(folder / FILES[1])}: added_tokens_decoder={show(decoder)} is not an object")
+    tokens: dict[int, dict[str, Any]] = {}
+    for i, token in (listed | decoder).items():
+        if not re.fullmatch("[0-9]{1,7}", i) or not isinstance(token, dict) or not _text(token):
+            raise NanoinferError(f"{escaped(folder)} has the added token {show(token)} of the id {show(i)}: remove it")
+        flags = {name: token[name] for name in _FLAGS if isinstance(token.get(name), bool)}
+        tokens[int(i)] = {"content": token["content"], "special": token["content"] in names, **flags}
+    return tokens, names
+
+
+def tokenizer_field(folder: Path, name: str, default: Any) -> Any:
+    """Return a field of tokenizer_config.json; the default if it is of another type."""
+    found = _read_object(folder / FILES[1]).get(name)
+    return found if isinstance(found, type(default)) else default
 
 
 def response_template(folder: Path) -> Any:

@@ -2,7 +2,7 @@
 
 Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split, gguf_splits.py), `llama`
 (SentencePiece's BPE: scores instead of merges, and byte tokens for what the vocabulary lacks), and `gemma4`, the same
-with merges. Not covered: bert, t5, rwkv and others.
+with merges, and `t5` (SentencePiece's unigram). Not covered: bert, rwkv and others.
 
 A SentencePiece vocabulary becomes a BPE with merges in the order of the scores, as in transformers'
 convert_slow_tokenizer.py (`generate_merges`, `LlamaConverter`).
@@ -23,7 +23,14 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_splits import SPLITS
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.special_tokens import surround
-from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MAX_TOKENS_WITHOUT_ROW, MERGES_PER_TOKEN
+from nanoinfer.models.tokenizer_limits import (
+    MAX_MERGE_WORK,
+    MAX_TOKENS,
+    MAX_TOKENS_WITHOUT_ROW,
+    MERGES_PER_TOKEN,
+    check_growth,
+    described,
+)
 from nanoinfer.models.tokenizers import Tokenizer, byte_level, explained, from_core
 from nanoinfer.utils.checks import as_int, require_int, show
 
@@ -90,9 +97,9 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     if kind is None or (isinstance(kind, str) and kind == "no_vocab"):  # not an array, which is compared by value
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
-        if not isinstance(kind, str) or kind not in ("gpt2", "llama", "gemma4"):
+        if not isinstance(kind, str) or kind not in ("gpt2", "llama", "t5", "gemma4"):
             raise NanoinferError(
-                f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are:"
+                f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama, t5 and gemma4 are:"
                 " give tokenizer= (--tokenizer) the model's folder or tokenizer.json"
             )
         vocabulary = _read_vocabulary(metadata)
@@ -102,7 +109,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if kind == "gpt2" and pre not in WITHOUT_BYTES:
             core, add_bos = _byte_level(vocabulary, pre)
         else:
-            core, add_bos = _sentencepiece(vocabulary, prefix=kind == "llama"), kind == "llama"
+            core, add_bos = _sentencepiece(vocabulary, kind), kind == "llama"
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
         first = last = None
@@ -236,25 +243,34 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer
     return core, split.add_bos
 
 
-def _sentencepiece(vocabulary: _Vocabulary, prefix: bool) -> tokenizers.Tokenizer:
-    """Return a BPE with byte fallback; `prefix`: whether text begins with a space if the file does not say it."""
+def _sentencepiece(vocabulary: _Vocabulary, kind: str) -> tokenizers.Tokenizer:
+    """Return a BPE or, of the kind "t5", a unigram model, with byte fallback."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
     unknown = vocabulary.special("unknown", 0)
-    core = tokenizers.Tokenizer(
-        models.BPE(
+    model: models.Model
+    if kind == "t5":
+        model = models.Unigram(_scored(vocabulary), unknown, byte_fallback=BYTE in vocabulary.kinds)
+    else:
+        model = models.BPE(
             vocabulary.ids,
             _merges(vocabulary) if f"{PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
-    )
-    prefix = vocabulary.flag("add_space_prefix", prefix)
-    core.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
-    )
+    core = tokenizers.Tokenizer(model)
+    prefix = vocabulary.flag("add_space_prefix", kind in ("llama", "t5"))
+    before: list[normalizers.Normalizer] = []
+    charsmap = vocabulary.metadata.get(f"{PREFIX}precompiled_charsmap")
+    if isinstance(charsmap, np.ndarray) and charsmap.dtype.kind in "iu" and len(charsmap):
+        before.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
+    if vocabulary.flag("remove_extra_whitespaces", False):
+        before.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z| +(?= )"), ""))
+    before += [normalizers.Prepend("▁")] if prefix else []
+    core.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    check_growth({"normalizer": described(core.normalizer)})
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return core
@@ -277,14 +293,26 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, those of the largest score first."""
-    scores = vocabulary.metadata.get(f"{PREFIX}scores")
-    count = len(vocabulary.tokens)
+def _scores(vocabulary: _Vocabulary) -> NDArray[np.generic]:
+    """Return the scores of the tokens, or of more."""
+    scores, count = vocabulary.metadata.get(f"{PREFIX}scores"), len(vocabulary.tokens)
     if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiu" or len(scores) < count:
         raise NanoinferError(f"{PREFIX}scores is not a list of {count} numbers, one for each token")
     if not np.isfinite(scores).all():
         raise NanoinferError(f"{PREFIX}scores has values that are not finite")
+    return scores
+
+
+def _scored(vocabulary: _Vocabulary) -> list[tuple[str, float]]:
+    """Return the tokens of a unigram model with their scores; those that are no text are never the best."""
+    parts = np.isin(vocabulary.kinds, (NORMAL, USER_DEFINED))
+    scores = np.where(parts, _scores(vocabulary)[: len(parts)].astype(np.float64), -1e6)
+    return list(zip(vocabulary.tokens, scores.tolist(), strict=True))
+
+
+def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, those of the largest score first."""
+    scores, count = _scores(vocabulary), len(vocabulary.tokens)
     ids = np.flatnonzero(np.isin(vocabulary.kinds, (NORMAL, USER_DEFINED, UNUSED)))  # the others are no parts of text
     tokens = [vocabulary.tokens[i] for i in ids.tolist()]
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))

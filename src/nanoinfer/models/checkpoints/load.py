@@ -21,8 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about
-from nanoinfer.models import pooling, tokenizers
-from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, hub, huggingface, nanochat, nanogpt, packed
+from nanoinfer.models import pooling
+from nanoinfer.models.checkpoints import (
+    chat_files,
+    gguf,
+    gguf_tokenizer,
+    hub,
+    huggingface,
+    nanochat,
+    nanogpt,
+    packed,
+    tokenizer_files,
+)
 from nanoinfer.models.checkpoints.gguf_file import MAGIC
 from nanoinfer.models.checkpoints.stored import is_safetensors
 from nanoinfer.models.checkpoints.weights import Weights
@@ -308,11 +318,14 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():
-        return tokenizers.from_file(path, num_tokens)
+        return tokenizer_files.open_file(path, num_tokens)
     if (meta := path / "meta.pkl").is_file() and not (path / "tokenizer.json").is_file():
         return nanogpt.load_meta(meta)
-    if (found := tokenizers.from_folder(path, num_tokens)) is None:
-        raise NanoinferError(f"{escaped(path)} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
+    if (found := tokenizer_files.from_folder(path, num_tokens)) is None:
+        names = ", ".join(tokenizer_files.NAMES)
+        raise NanoinferError(
+            f"{escaped(path)} has no tokenizer, which is one of {names} and meta.pkl: give a folder or file with one"
+        )
     return found
 
 
@@ -323,7 +336,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
     if path.is_file() and (meta := nanogpt.find_meta(path, dataset)):
         return nanogpt.load_meta(meta)
     folder = path if path.is_dir() else path.parent
-    if not name.startswith("random:") and (found := tokenizers.from_folder(folder, config.vocab_size)):
+    if not name.startswith("random:") and (found := tokenizer_files.from_folder(folder, config.vocab_size)):
         return found
     if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:
@@ -336,7 +349,8 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             ) from None
     raise NanoinferError(
         f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} tokens is not GPT-2's, and there"
-        " is no tokenizer.json, tokenizer.pkl or meta.pkl in its folder: give token ids, or tokenizer= a file or folder"
+        f" is none in its folder ({', '.join(tokenizer_files.NAMES)}, tokenizer.pkl, meta.pkl): give token ids, or"
+        " tokenizer= a file or folder"
     )
 
 
