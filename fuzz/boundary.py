@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
 }  # fmt: skip
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
-BLOCKS = [format for format in gguf_formats.FORMATS.values() if format.block_size > 1 and not format.converted]
+BLOCKS = [format for format in gguf_formats.FORMATS.values() if format.native]
 CACHES = ("float32", "bfloat16", "int8")
 FILLS = (0.1, 0.1, 0.1, 0.0, -0.0, 1e38, -1e38, 1e-42, np.nan, np.inf, -np.inf)
 

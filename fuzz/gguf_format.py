@@ -223,10 +223,11 @@ def make_gguf() -> list[bytes]:
     scores = common | {"model": "llama", "scores": [float(-i) for i in range(len(tokens))], "add_space_prefix": True}
     named = [{f"tokenizer.ggml.{k}": v for k, v in t.items()} for t in (byte_level, scores)]
     wide = llama | {"llama.rope.dimension_count": 128, "general.alignment": 32}
-    by_size = {size: [kind for kind in reversed(FORMATS) if FORMATS[kind].block_size == size] for size in (32, 256)}
+    by_size = {size: [kind for kind in reversed(FORMATS) if FORMATS[kind].block_size == size] for size in (32, 64, 256)}
     return [
         _model("llama", 32, by_size[32], llama | named[0]),
         _model("llama", 256, by_size[256], wide | named[1]),
+        _model("llama", 64, by_size[64], llama | {"llama.rope.dimension_count": 32} | named[0]),
         _model("llama", 32, [1], llama | named[1] | {"tokenizer.ggml.eot_token_id": 2}),
         _model("gpt2", 32, [0], {"gpt2.attention.layer_norm_epsilon": 1e-5} | named[0]),
     ]

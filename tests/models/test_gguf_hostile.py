@@ -88,7 +88,7 @@ CASES: dict[str, tuple[bytes, list[str]]] = {
     "overlapping tensors": (tensors(entry("t", (9,)), entry("u", (4,), offset=32)), ["'u' overlaps 't'"]),
     "one tensor in another": (tensors(entry("t", (60,)), entry("u", (4,), offset=64)), ["'u' overlaps 't'"]),
     "IQ1_M": (tensors(entry("t", (256,), 29)), ["'t' has the format IQ1_M", "Q4_0"]),
-    "a type of no format": (tensors(entry("t", (256,), 4)), ["'t' has the format 4"]),
+    "a type of no format": (tensors(entry("t", (256,), 5)), ["'t' has the format 5"]),
     "an alignment of 0": (gguf_bytes({"general.alignment": 0}, {}), ["general.alignment=0"]),
     "an alignment of 24": (gguf_bytes({"general.alignment": 24}, {}), ["general.alignment=24"]),
     "an alignment of 2**31": (gguf_bytes({"general.alignment": 2**31}, {}), ["general.alignment=2147483648"]),

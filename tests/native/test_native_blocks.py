@@ -32,7 +32,7 @@ from nanoinfer.utils.files import RegularFile
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
-QUANTIZED = [f for f in FORMATS.values() if f.compute is not None and f.converted is None]
+QUANTIZED = [f for f in FORMATS.values() if f.native]
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),

@@ -27,7 +27,7 @@ from nanoinfer.models.checkpoints.gguf_architectures import (
     TOP,
     Architecture,
 )
-from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
+from nanoinfer.models.checkpoints.gguf_file import BlockTensor, GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_latent import JOINED_HEADS, OF_HEADS
 from nanoinfer.models.checkpoints.gguf_metadata import Metadata
 from nanoinfer.models.checkpoints.gguf_rotary import LONG
@@ -72,11 +72,14 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     config = _read_config(file, where, arch, layout)
     with about(where):
         stored = _as_stored(file, config, layout)
+    rounded = sorted({t.format.name for t in stored.values() if isinstance(t, BlockTensor) and t.format.rounded})
+    if rounded:
+        log.warning("%s: engine native rounds the values of its formats %s to Q8_0", where, ", ".join(rounded))
     joined = layout.joined or "blk.0.attn_qkv.weight" in file.tensors
     family = stored_family(config, replace(layout, joined=joined))
     if config.experts is not None:
-        forms = {gguf_gemma4.JOINED: gguf_gemma4.SPLIT, "ffn_gate.0.weight": _EACH_EXPERT}
-        own = [names for end, names in forms.items() if any(name.endswith(end) for name in file.tensors)]
+        forms = ((gguf_gemma4.JOINED, gguf_gemma4.SPLIT), (("ffn_gate.0.weight",), _EACH_EXPERT))
+        own = [names for ends, names in forms if any(name.endswith(ends) for name in file.tensors)]
         family = replace(family, names=dict(family.names) | (own[0] if own else {}))
     return check(config, stored, where, dtype, family), file.metadata
 
@@ -157,7 +160,9 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
     """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts and
     heads as matrices: the values of an expert follow those of the expert before it."""
     tensors = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
-    for name, t in tensors.items():
+    for name, t in list(tensors.items()):
+        if isinstance(t, BlockTensor) and t.format.name == "NVFP4":
+            tensors[name] = t = _with_factors(t, name, tensors)
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
         stacked = name.endswith(STACKED) and len(t.shape) == 3
@@ -172,7 +177,7 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
     count = 0 if config.experts is None else config.experts.count
     for name in [name for name in tensors if count and name.endswith(gguf_gemma4.JOINED)]:
-        each = enumerate(gguf_gemma4.split(tensors.pop(name), count))
+        each = enumerate(gguf_gemma4.split(tensors.pop(name), count, layout.family == "gpt_oss"))
         tensors |= {name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}"): part for i, part in each}
     for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
         parts = latent.split(config, name, tensors.pop(name))
@@ -180,6 +185,17 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
             zip((name.replace(JOINED_HEADS, part) for part in ("attn_k_b", "attn_v_b")), parts, strict=True)
         )
     return tensors
+
+
+def _with_factors(t: BlockTensor, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
+    """Return a tensor with the factor of its values, or those of its experts, which another tensor has."""
+    base = name.removesuffix("weight")
+    tensors.pop(f"{base}input_scale", None)  # of activations of 4 bits
+    if (factors := tensors.pop(f"{base}scale", None)) is None:
+        return t
+    if math.prod(factors.shape) not in (1, t.shape[0] if len(t.shape) == 3 else 1):
+        raise NanoinferError(f"tensor {base}scale is {list(factors.shape)}, which does not fit {list(t.shape)}")
+    return replace(t, factors=factors)
 
 
 def stored_family(config: ModelConfig, layout: Architecture) -> Family:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.models.checkpoints import gguf_codebooks
+
 Bytes = NDArray[np.uint8]
 """Blocks, or a field of each block: (num_blocks, bytes)."""
 Floats = NDArray[np.float32]
@@ -37,6 +39,14 @@ class Format:
     """Return the values of blocks, (num_blocks, block_size); None: the format is not quantized."""
     converted: tuple[str, Callable[[Bytes], Bytes]] | None = None
     """The format of the same values that engine native computes in, and what converts blocks; None: this one."""
+
+    rounded: bool = False
+    """Whether engine native has no such format, and rounds the values to Q8_0."""
+
+    @property
+    def native(self) -> bool:
+        """Whether engine native computes in these blocks."""
+        return self.compute is not None and self.converted is None and not self.rounded
 
     def dequantize(self, blocks: Bytes) -> Floats:
         """Return the values of blocks (num_blocks, block_bytes), as one dimension."""
@@ -131,6 +141,44 @@ def _mxfp4(b: Bytes) -> Floats:
     return products
 
 
+def _ollama_mxfp4_to_mxfp4(b: Bytes) -> Bytes:
+    """Return blocks with values i and i + 16 in a byte, of blocks with values 2 i and 2 i + 1 in one."""
+    codes = _bits(b[:, 1:], 4, 1)
+    return np.concatenate([b[:, :1], codes[:, :16] | codes[:, 16:] << np.uint8(4)], axis=1)
+
+
+def _nvfp4(b: Bytes) -> Floats:
+    exponent, fraction = (b[:, :4] >> 3 & 15).astype(np.int32), (b[:, :4] & 7).astype(np.float32)
+    scales = np.where(exponent == 0, np.ldexp(fraction, -10), np.ldexp(1 + fraction / 8, exponent - 8))  # halves
+    scales[b[:, :4] == 127] = 0.0
+    return _grouped(scales.astype(np.float32), _E2M1[_bits(b[:, 4:], 4, 8)])
+
+
+def _signs(field: Bytes) -> Bytes:
+    return np.unpackbits(np.ascontiguousarray(field), axis=1, bitorder="little")
+
+
+def _iq2_s(b: Bytes) -> Floats:
+    codes = b[:, 2:34] | _bits(b[:, 66:74], 2, 1).astype(np.uint16) << 8
+    scales = _half(b[:, :2]) * (np.float32(0.5) + _bits(b[:, 74:], 4, 1)) * np.float32(0.25)
+    return _grouped(scales, gguf_codebooks.IQ2_S.values(codes, _signs(b[:, 34:66])))
+
+
+def _iq3_xxs(b: Bytes) -> Floats:
+    words = np.ascontiguousarray(b[:, 66:]).view("<u4")  # 4 bits of a scale, and 7 signs of each 8 values
+    signs = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 127).astype(np.uint8).reshape(len(b), -1)
+    signs = _signs(signs)
+    signs[:, 7::8] = signs.reshape(len(b), -1, 8).sum(axis=2) % 2  # an even number of them is negative
+    scales = _half(b[:, :2]) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
+    return _grouped(scales, gguf_codebooks.IQ3_XXS.values(b[:, 2:66], signs))
+
+
+def _iq3_s(b: Bytes) -> Floats:
+    codes = b[:, 2:66] | _bits(b[:, 66:74], 1, 1).astype(np.uint16) << 8
+    scales = _half(b[:, :2]) * (1 + 2 * _bits(b[:, 106:], 4, 1)).astype(np.float32)
+    return _grouped(scales, gguf_codebooks.IQ3_S.values(codes, _signs(b[:, 74:106])))
+
+
 def _trits(field: Bytes, count: int) -> Bytes:
     """Return `count` digits of base 3 of each byte: the first ones of all bytes, then the second ones, and so on.
 
@@ -156,6 +204,7 @@ FORMATS: dict[int, Format] = {
     1: Format("F16", 1, 2),
     2: Format("Q4_0", 32, 18, lambda b: _half(b[:, :2]) * (_bits(b[:, 2:], 4, 16).astype(np.float32) - 8)),
     3: Format("Q4_1", 32, 20, lambda b: _half(b[:, :2]) * _bits(b[:, 4:], 4, 16).astype(np.float32) + _half(b[:, 2:4])),
+    4: Format("OLLAMA_MXFP4", 32, 17, lambda b: _mxfp4(_ollama_mxfp4_to_mxfp4(b)), ("MXFP4", _ollama_mxfp4_to_mxfp4)),
     6: Format("Q5_0", 32, 22, lambda b: _half(b[:, :2]) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)),
     7: Format("Q5_1", 32, 24, lambda b: _half(b[:, :2]) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b[:, 2:4])),
     8: Format("Q8_0", 32, 34, lambda b: _half(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)),
@@ -164,18 +213,22 @@ FORMATS: dict[int, Format] = {
     12: Format("Q4_K", _K, 144, _q4_k),
     13: Format("Q5_K", _K, 176, _q5_k),
     14: Format("Q6_K", _K, 210, _q6_k),
+    18: Format("IQ3_XXS", _K, 98, _iq3_xxs, rounded=True),
     20: Format("IQ4_NL", 32, 18, lambda b: _half(b[:, :2]) * _IQ4_NL[_bits(b[:, 2:], 4, 16)]),
+    21: Format("IQ3_S", _K, 110, _iq3_s, rounded=True),
+    22: Format("IQ2_S", _K, 82, _iq2_s, rounded=True),
     23: Format("IQ4_XS", _K, 136, _iq4_xs),
     28: Format("F64", 1, 8),
     30: Format("BF16", 1, 2),
     34: Format("TQ1_0", _K, 54, lambda b: _tq2_0(_tq1_0_to_tq2_0(b)), ("TQ2_0", _tq1_0_to_tq2_0)),
     35: Format("TQ2_0", _K, 66, _tq2_0),
     39: Format("MXFP4", 32, 17, _mxfp4),
+    40: Format("NVFP4", 64, 36, _nvfp4, rounded=True),
 }
 """By ggml's number of the type."""
 
 UNSUPPORTED = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    29: "IQ1_M",
 }  # fmt: skip
 """Names of other types, for messages."""

@@ -41,9 +41,7 @@ BLOCKS_VERSION = "2"
 QUANTIZATIONS = ("int8", "int4")
 FORMATS = (*DTYPES, *QUANTIZATIONS)
 """Formats of all matrices, or of those without a format of GGUF files."""
-_BLOCKS = frozenset(
-    format.name.lower() for format in gguf_formats.FORMATS.values() if format.block_size > 1 and not format.converted
-)
+_BLOCKS = frozenset(format.name.lower() for format in gguf_formats.FORMATS.values() if format.native)
 MAX_PARTS = 3  # of a matrix: queries, keys and values
 _PAGE = 4096  # the data begins at a multiple of it
 _ALIGNMENT = 64  # of panels, for the kernels
