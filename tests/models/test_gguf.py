@@ -305,6 +305,20 @@ def test_experts_may_be_stored_one_by_one(case: str, tmp_path: Path) -> None:
     same_logits(model, rewritten(convert(model, tmp_path / "a.gguf"), split))
 
 
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe"), ("granite", "minicpm")],
+)
+def test_architectures_that_are_others_by_another_name(case: str, arch: str, tmp_path: Path) -> None:
+    model = make_folder(case, tmp_path / "hf")
+    path = convert(model, tmp_path / "a.gguf")
+    old = read_gguf(path).metadata
+    named = {key.replace(f"{old['general.architecture']}.", f"{arch}."): value for key, value in old.items()}
+    same_logits(
+        model, rewritten(path, lambda tensors: None, **dict.fromkeys(old) | named | {"general.architecture": arch})
+    )
+
+
 @pytest.mark.parametrize("kind", [39, 4])
 def test_files_of_gpt_oss_by_ollama(kind: int, tmp_path: Path) -> None:
     """Names of its own; the rows of the experts' gates and first matrices alternate. Its MXFP4 has another order."""

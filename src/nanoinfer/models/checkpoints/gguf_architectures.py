@@ -94,7 +94,7 @@ def _sizes(m: Metadata) -> dict[str, Any]:
         "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head),
         "hidden_size": n_embd,
         "intermediate_size": m.ints("feed_forward_length", num_layers)[0] if differ else m.int_("feed_forward_length"),
-        "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-5),
+        "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", m.float_("attention.layer_norm_epsilon", 1e-5)),
         "tie_word_embeddings": "output.weight" not in m.tensors,
         "rope_theta": m.float_("rope.freq_base", 10000.0),
         "rope_scaling": scaling(m),
@@ -130,23 +130,19 @@ def _rotated_share(m: Metadata, head_dim: int) -> float:
     return 1.0 if rotated >= head_dim else (rotated + 0.5) / head_dim  # so that the product is not rounded down
 
 
-def _has_bias(m: Metadata, name: str) -> bool:
-    return f"blk.0.{name}.bias" in m.tensors or (name == "attn_q" and "blk.0.attn_qkv.bias" in m.tensors)
-
-
 def _layer_norms(m: Metadata) -> dict[str, Any]:
     """Return the fields of a family that has layer norms and rotates a share of each head."""
     shape = _shape(m)
     return shape | {
         "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
         "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
-        "use_qkv_bias": _has_bias(m, "attn_q"),
+        "use_qkv_bias": m.has_bias("attn_q"),
     }
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
     mixture = "expert_count" in m
-    fields = _plain(m) | {"attention_bias": _has_bias(m, "attn_q"), "mlp_bias": _has_bias(m, "ffn_up")}
+    fields = _plain(m) | {"attention_bias": m.has_bias("attn_q"), "mlp_bias": m.has_bias("ffn_up")}
     if (window := "attention.sliding_window") in m:
         fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
     return fields | _experts(m) | {"model_type": "mixtral"} if mixture else fields
@@ -160,7 +156,7 @@ def _experts(m: Metadata) -> dict[str, Any]:
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
     m.only(m.key("attention.clamp_kqv"), None)
-    return _plain(m) | _experts(m) | {"norm_topk_prob": False, "attention_bias": _has_bias(m, "attn_q")}
+    return _plain(m) | _experts(m) | {"norm_topk_prob": False, "attention_bias": m.has_bias("attn_q")}
 
 
 def _qwen_moe(m: Metadata) -> dict[str, Any]:
@@ -168,7 +164,7 @@ def _qwen_moe(m: Metadata) -> dict[str, Any]:
     width, shared = m.int_("expert_feed_forward_length"), {}
     if m.arch == "qwen2moe":
         shared = {"shared_expert_intermediate_size": m.int_("expert_shared_feed_forward_length")}
-    flags = {"norm_topk_prob": m.arch == "qwen3moe", "qkv_bias": _has_bias(m, "attn_q")}
+    flags = {"norm_topk_prob": m.arch != "qwen2moe", "qkv_bias": m.has_bias("attn_q")}
     return _qwen(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
 
 
@@ -177,7 +173,7 @@ def _gpt_oss(m: Metadata) -> dict[str, Any]:
     shape = _plain(m)
     found = _experts(m) | {"intermediate_size": m.int_("expert_feed_forward_length", shape["intermediate_size"])}
     window, rope = m.int_("attention.sliding_window"), shape["rope_scaling"] or {"rope_type": "default"}
-    return shape | found | {"sliding_window": window, "rope_scaling": rope, "attention_bias": _has_bias(m, "attn_q")}
+    return shape | found | {"sliding_window": window, "rope_scaling": rope, "attention_bias": m.has_bias("attn_q")}
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
@@ -246,8 +242,8 @@ def _granite(m: Metadata) -> dict[str, Any]:
         "embedding_multiplier": m.float_("embedding_scale", 1.0),
         "residual_multiplier": m.float_("residual_scale", 1.0),
         "logits_scaling": m.float_("logit_scale", 1.0),
-        "attention_bias": _has_bias(m, "attn_q"),
-        "mlp_bias": _has_bias(m, "ffn_up"),
+        "attention_bias": m.has_bias("attn_q"),
+        "mlp_bias": m.has_bias("ffn_up"),
     }
 
 
@@ -265,17 +261,16 @@ def _stablelm(m: Metadata) -> dict[str, Any]:
 def _glm4(m: Metadata) -> dict[str, Any]:
     shape = _shape(m)
     share = _rotated_share(m, shape["head_dim"])
-    return shape | {"partial_rotary_factor": share, "attention_bias": _has_bias(m, "attn_q")}
+    return shape | {"partial_rotary_factor": share, "attention_bias": m.has_bias("attn_q")}
 
 
 def _cohere(m: Metadata) -> dict[str, Any]:
     found = _plain(m) | {
         "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
         "logit_scale": m.float_("logit_scale", 0.0625),
-        "attention_bias": _has_bias(m, "attn_q"),
+        "attention_bias": m.has_bias("attn_q"),
     }
-    window = "attention.sliding_window"
-    return found | ({"sliding_window": m.int_(window)} if window in m else {})
+    return found | ({"sliding_window": m.int_("attention.sliding_window")} if "attention.sliding_window" in m else {})
 
 
 def _exaone4(m: Metadata) -> dict[str, Any]:
@@ -286,7 +281,7 @@ def _exaone4(m: Metadata) -> dict[str, Any]:
 def _biased(m: Metadata) -> dict[str, Any]:
     """Return the fields of a family whose biases follow from flags."""
     parts = ("attention", "attn_q"), ("attention_out", "attn_output"), ("mlp", "ffn_up")
-    found = {f"{part}_bias": _has_bias(m, name) for part, name in parts}
+    found = {f"{part}_bias": m.has_bias(name) for part, name in parts}
     return _plain(m) | found | {"use_bias": found["attention_bias"]}
 
 
@@ -314,8 +309,10 @@ def _mistral3(m: Metadata) -> dict[str, Any]:
 
 
 def _starcoder2(m: Metadata) -> dict[str, Any]:
-    epsilon = m.float_("attention.layer_norm_epsilon", 1e-5)
-    return _plain(m) | {"norm_epsilon": epsilon, "use_bias": _has_bias(m, "ffn_up")}
+    return _plain(m) | {
+        "norm_epsilon": m.float_("attention.layer_norm_epsilon", 1e-5),
+        "use_bias": m.has_bias("ffn_up"),
+    }
 
 
 def _minicpm(m: Metadata) -> dict[str, Any]:
@@ -349,7 +346,7 @@ def _gpt_neox(m: Metadata) -> dict[str, Any]:
         "rotary_pct": _rotated_share(m, shape["head_dim"]),
         "rotary_emb_base": shape["rope_theta"],
         "use_parallel_residual": m.flag(m.key("use_parallel_residual"), True),
-        "attention_bias": _has_bias(m, "attn_q"),
+        "attention_bias": m.has_bias("attn_q"),
     }
 
 
@@ -357,8 +354,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2", _qwen),
     "qwen3": Architecture("qwen3", _qwen),
+    "qwen2vl": Architecture("qwen2", _qwen),
+    "qwen3vl": Architecture("qwen3", _qwen),
     "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
+    "qwen3vlmoe": Architecture("qwen3_moe", _qwen_moe),
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, names={"ln_2": "post_attention_norm"}),
@@ -388,7 +388,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("arcee", _biased, interleaved=True),
     # llama.cpp fixes what the file does not say: SiLU, and inputs of 8 bits in groups of its own
     "bitnet": Architecture(
-        "bitnet", lambda m: _plain(m) | {"hidden_act": "silu", "attention_bias": _has_bias(m, "attn_q")}
+        "bitnet", lambda m: _plain(m) | {"hidden_act": "silu", "attention_bias": m.has_bias("attn_q")}
     ),
     "deepseek2": Architecture(
         "deepseek_v2", lambda m: _sizes(m) | gguf_latent.read(m), interleaved=True, names=gguf_latent.NAMES

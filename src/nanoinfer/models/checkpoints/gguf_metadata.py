@@ -34,7 +34,7 @@ _NOT_USED: dict[str, tuple[float, ...]] = {
 """Key -> the values that ask for nothing: as if the key were missing."""
 _SAYS_NOTHING = re.compile(
     r"attention\.layer_norm(_rms)?_epsilon|rope\.(dimension_sections|freq_base_swa|scaling\.\w+)"
-    r"|classifier\.output_labels|(vision|audio|mm)\..*"
+    r"|n_deepstack_layers|classifier\.output_labels|(vision|audio|mm)\..*"
 )
 """Keys that ask for nothing where the architecture does not read them: of other norms, of the positions of images, of
 windows or a scaling that the model lacks, of parts that do not run."""
@@ -81,6 +81,11 @@ class Metadata(Fields):
     def float_(self, name: str, default: float | None) -> float | None:
         """Return a positive number."""
         return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
+
+    def has_bias(self, name: str) -> bool:
+        """Return whether a matrix of the first layer has a bias: "attn_q", also as a part of "attn_qkv"."""
+        whole = "attn_qkv" if name == "attn_q" else name
+        return any(f"blk.0.{one}.bias" in self.tensors for one in (name, whole))
 
     def check_known(self) -> None:
         """Raise NanoinferError if the architecture has a key that was not read."""
