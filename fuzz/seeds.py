@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import pickle
 from dataclasses import replace
 from functools import cache, partial
@@ -189,6 +191,24 @@ def make_sentencepiece() -> list[bytes]:
     ]
     whole = b"".join(b"\x0a" + bytes([len(piece)]) + piece for piece in pieces)
     return [whole + b"\x12\x02\x18" + kind + b"\x1a\x02\x20\x00" for kind in (b"\x01", b"\x02")]
+
+
+def _ranked() -> list[str]:
+    tokens = [*(bytes([i]) for i in range(256)), b"ab", b"ba"]
+    return [base64.b64encode(token).decode() for token in tokens]
+
+
+def make_tekken() -> list[bytes]:
+    """Return a tekken.json with five special tokens."""
+    config = {"pattern": ".|\\n", "default_vocab_size": 263, "default_num_special_tokens": 5}
+    listed = [{"rank": i, "token_str": f"<{i}>"} for i in range(5)]
+    vocab = [{"rank": i, "token_bytes": token} for i, token in enumerate(_ranked())]
+    return [json.dumps({"config": config, "special_tokens": listed, "vocab": vocab}).encode()]
+
+
+def make_ranks() -> list[bytes]:
+    """Return a table of tiktoken's."""
+    return ["".join(f"{token} {i}\n" for i, token in enumerate(_ranked())).encode()]
 
 
 def make_head() -> dict[str, bytes]:

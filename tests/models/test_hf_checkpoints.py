@@ -128,6 +128,16 @@ def test_a_sharded_checkpoint_loads(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size="6KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     same_logits(load_folder(tmp_path)[0], theirs, IDS)
+    (tmp_path / "model.safetensors.index.json").unlink()  # all shards say how many they are
+    same_logits(load_folder(tmp_path)[0], theirs, IDS)
+    max(tmp_path.glob("model-*")).unlink()
+    refuses(lambda: load_folder(tmp_path), "has no model.safetensors", "model-00001-of-0000")
+
+
+def test_the_layout_of_other_code_is_named(tmp_path: Path) -> None:
+    for name in ("params.json", "consolidated.safetensors"):
+        (tmp_path / name).write_text("{}")
+    refuses(lambda: load_folder(tmp_path), "params.json and no config.json", "model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -1,7 +1,8 @@
-"""Tokenizers of folders without a tokenizer.json: vocab.json with merges.txt, SentencePiece models."""
+"""Tokenizers of folders without a tokenizer.json: tables of merges, SentencePiece models, tables of ranks."""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import struct
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 
 from helpers.errors import refuses
 from helpers.trained_tokenizers import TEXTS, bpe
@@ -158,3 +160,70 @@ def test_the_number_of_pieces_is_limited(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tokenizer_files, "MAX_TOKENS", 10)
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece(PIECES))
     refuses(lambda: from_folder(tmp_path), "more than 10 pieces")
+
+
+# Tables of ranks -------------------------------------------------------------------------------------------
+
+RANKS = [*(bytes([i]) for i in range(256)), b"th", b"in", b"the", b" t", b" the", b"ing", b"12", "é".encode()]
+TEXT = "thing in the ingTHE 123 é\n\n the"
+
+
+def tekken(**changes: Any) -> bytes:
+    """Return a tekken.json with 30 special tokens, and one token more than its size."""
+    listed = [{"rank": i, "token_bytes": base64.b64encode(token).decode()} for i, token in enumerate([*RANKS, b"xx"])]
+    config = {"pattern": SPLITS["tekken"].patterns[0], "default_vocab_size": 30 + len(RANKS)}
+    whole = {"config": config | {"default_num_special_tokens": 30}, "vocab": listed}
+    return json.dumps(whole | changes).encode()
+
+
+def test_a_tekken_file_alone_is_read(tmp_path: Path) -> None:
+    encoding = tiktoken.Encoding(
+        "a",
+        pat_str=SPLITS["tekken"].patterns[0],
+        mergeable_ranks={t: i for i, t in enumerate(RANKS)},
+        special_tokens={},
+    )
+    expected = [30 + i for i in encoding.encode_ordinary(TEXT)]
+    (tmp_path / "tekken.json").write_bytes(tekken())
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.encode(TEXT), decode(tokenizer, expected)) == (expected, TEXT)
+    assert tokenizer.encode("[INST]<SPECIAL_29>xx") == [3, 29, 150, 150]
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id) == (30 + len(RANKS), 1)
+    (tmp_path / "tekken.json").write_bytes(tekken(special_tokens=[{"rank": 7, "token_str": "<s>"}]))
+    assert load_tokenizer(str(tmp_path)).bos_token_id == 7
+
+
+@pytest.mark.parametrize("name,model,pre,start", [("tiktoken.model", "deepseek_v3", "kimi-k2", None),
+                                                  ("tokenizer.model", "llama", "llama-bpe", 270)])  # fmt: skip
+def test_a_table_of_ranks_alone_is_read(name: str, model: str, pre: str, start: int | None, tmp_path: Path) -> None:
+    ranks = {t: i for i, t in enumerate(RANKS)}
+    (pattern,) = SPLITS[pre].patterns
+    (tmp_path / name).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in ranks.items()))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    named = {"bos_token": "<|begin|>", "added_tokens_decoder": {"270": {"content": "<|begin|>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(str(tmp_path))
+    if "&&" not in pattern:  # of Oniguruma, which tiktoken does not know
+        encoding = tiktoken.Encoding("a", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        assert tokenizer.encode(TEXT) == encoding.encode_ordinary(TEXT)
+    assert tokenizer.encode("the <|begin|>12") == [258, 32, 270, 262]
+    assert tokenizer.bos_token_id == start
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    refuses(lambda: load_tokenizer(str(tmp_path)), name, "model_type='qwen2'", "give a tokenizer.json")
+
+
+@pytest.mark.parametrize("name,content,message", [
+    ("tekken.json", b"{}", "config"),
+    ("tekken.json", tekken(vocab=[]), "no token for the byte 0"),
+    ("tekken.json", tekken(vocab=[{"rank": 1, "token_bytes": "AA=="}]), "without gaps"),
+    ("tekken.json", tekken(special_tokens=[{"rank": 30, "token_str": "x"}]), "rank=30 is not an integer in [0, 29]"),
+    ("tekken.json", tekken(special_tokens=[{"rank": 3, "token_str": "a"}]), "'a' is also a token of text"),
+    ("tekken.json", tekken(config={"default_num_special_tokens": 10**9}), "default_num_special_tokens=1000000000"),
+    ("tiktoken.model", b"AA== 0\n", "no token for the byte 1"),
+    ("tiktoken.model", b"AA==\n", "not a table"),
+    ("tiktoken.model", b"AA== 5\n", "without gaps"),
+])  # fmt: skip
+def test_a_malformed_table_of_ranks_is_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    refuses(lambda: load_tokenizer(str(tmp_path)), name, message)

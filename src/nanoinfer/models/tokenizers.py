@@ -23,6 +23,7 @@ from nanoinfer.models.least_tokens import longest_token
 from nanoinfer.models.special_tokens import around
 from nanoinfer.models.text_streams import BYTE_TOKEN, MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
 from nanoinfer.models.tokenizer_limits import (
+    MAX_MERGE_WORK,
     MAX_TOKENS,
     MAX_VOCAB_SIZE,
     MERGES_PER_TOKEN,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json; some list all added tokens
 LONG_TEXT = 2048  # characters that take more than a few milliseconds; a batch starts the library's own threads
 HUGE_TEXT = 1 << 17  # characters after which memory is released to the system: up to 200 bytes each
 CACHED_WORDS = 1000  # whose tokens the library keeps, for each thread: up to 10 KB each
@@ -336,6 +336,43 @@ def byte_level(model: tokenizers.models.Model, patterns: Sequence[str] = ()) -> 
     core.pre_tokenizer = pre_tokenizers.Sequence([*steps, whole]) if patterns else whole
     core.decoder = decoders.ByteLevel()
     return core
+
+
+def ranked(
+    tokens: Sequence[bytes], names: Mapping[str, int], patterns: Sequence[str], first: int = 0
+) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE as tiktoken has it, in which the rank of a token is that of its merges.
+
+    Args:
+        tokens: in order of their ranks.
+        names: other tokens and their ids, which are not parts of text.
+        patterns: as in `byte_level`.
+        first: id of the first of the tokens.
+
+    Raises:
+        ValueError: a byte has no token, tokens are too long, or names or ids occur twice.
+    """
+    from tokenizers import models
+
+    if sum(len(token) ** 2 for token in tokens) > MAX_MERGE_WORK:
+        raise ValueError("it has tokens that are too long to find their merges")
+    ids = {token: i for i, token in enumerate(tokens)}
+    if missing := [i for i in range(256) if bytes([i]) not in ids]:
+        raise ValueError(f"it has no token for the byte {missing[0]}")
+    letters = {byte: char for char, byte in byte_alphabet().items()}
+    spelled = {token: "".join(map(letters.__getitem__, token)) for token in tokens}
+    merges = []
+    for token in tokens:  # all pairs of tokens that make a token, in the order of the tokens that they make
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = sorted((p for p in pairs if p[0] in ids and p[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
+        merges += [(spelled[left], spelled[right]) for left, right in pairs]
+    vocabulary = {spelled[token]: first + i for token, i in ids.items()}
+    if twice := sorted(names.keys() & vocabulary.keys()):
+        raise ValueError(f"its special token {twice[0]!r} is also a token of text")
+    vocabulary |= names
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError("it has special tokens of the same id, or of that of a token of text")
+    return byte_level(models.BPE(vocabulary, merges, ignore_merges=True), patterns)
 
 
 def to_json(tokenizer: Tokenizer) -> str:

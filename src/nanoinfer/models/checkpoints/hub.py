@@ -51,6 +51,10 @@ _FOLDER_FILES = [
     "tokenizer.json",
     "vocab.json",
     "merges.txt",
+    "added_tokens.json",
+    "tekken.json",
+    "tokenizer.model",
+    "tiktoken.model",
     *chat_files.FILES,
     *pooling.FILES,
 ]

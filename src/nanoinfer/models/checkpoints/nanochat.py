@@ -26,8 +26,7 @@ from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.special_tokens import prepend
-from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
-from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, byte_level, explained, from_core, in_order
+from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, in_order, ranked
 from nanoinfer.utils.files import escaped, read_limited, read_object, reason
 
 MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB
@@ -180,27 +179,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def _build(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
     """Return the tokenizer with these tokens, in order of their ranks, and these special tokens after them."""
-    from tokenizers import models
-
-    if sum(len(token) ** 2 for token in tokens) > MAX_MERGE_WORK:
-        raise ValueError("it has tokens that are too long to find their merges")
-    ids = {token: i for i, token in enumerate(tokens)}
-    if missing := [i for i in range(256) if bytes([i]) not in ids]:
-        raise ValueError(f"it has no token for the byte {missing[0]}")
-    letters = {byte: char for char, byte in byte_alphabet().items()}
-    spelled = {token: "".join(map(letters.__getitem__, token)) for token in tokens}
-    merges = []
-    for token in tokens:  # all pairs of tokens that make a token, in the order of the tokens that they make
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = sorted((p for p in pairs if p[0] in ids and p[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
-        merges += [(spelled[left], spelled[right]) for left, right in pairs]
-    vocabulary = {spelled[token]: i for token, i in ids.items()}
-    core = byte_level(models.BPE(vocabulary, merges, ignore_merges=True), (pattern,))
+    special = {name: len(tokens) + i for i, name in enumerate(names)}
+    core = ranked(tokens, special, (pattern,))
     core.add_special_tokens(names)
-    if wrong := [name for i, name in enumerate(names) if core.token_to_id(name) != len(tokens) + i]:
-        raise ValueError(f"its special token {wrong[0]!r} is also a token of text")
-    if _BOS in names:
-        prepend(core, _BOS, len(tokens) + names.index(_BOS))
+    if _BOS in special:
+        prepend(core, _BOS, special[_BOS])
     return from_core(core)
 
 

@@ -1,16 +1,20 @@
 """The tokenizer of a folder: tokenizer.json, or one of the files that older and other tools publish.
 
-In this order: tokenizer.json; vocab.json with merges.txt; tokenizer.model (SentencePiece's BPE and unigram). Added
-tokens are in added_tokens.json and tokenizer_config.json. Tables of merges do not say how text is split before BPE: the
-class of the tokenizer and the family of the model do.
+In this order: tokenizer.json; vocab.json with merges.txt; tekken.json (Mistral); tokenizer.model (SentencePiece's BPE
+and unigram; a table of tiktoken's in Llama 3's); tiktoken.model (Moonlight). Added tokens are in added_tokens.json and
+tokenizer_config.json. Tables of merges and ranks do not say how text is split before BPE: the class of the tokenizer
+and the family of the model do.
 
-Source: sentencepiece_model.proto of github.com/google/sentencepiece, which is read without the package.
+Sources: sentencepiece_model.proto of github.com/google/sentencepiece, which is read without the package;
+mistral_common/tokens/tokenizers/tekken.py; tiktoken/load.py.
 Not covered: its words and characters, and white space as a suffix.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +22,28 @@ from typing import Any
 
 import numpy as np
 
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import chat_files, gguf_tokenizer
 from nanoinfer.models.checkpoints.gguf_splits import SPLITS
 from nanoinfer.models.special_tokens import prepend
 from nanoinfer.models.tokenizer_limits import MAX_TOKENS
-from nanoinfer.models.tokenizers import ByteLevelTokenizer, Tokenizer, byte_level, explained, from_file, read_table
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, parse_json, read_object
+from nanoinfer.models.tokenizers import (
+    ByteLevelTokenizer,
+    Tokenizer,
+    byte_level,
+    explained,
+    from_core,
+    from_file,
+    in_order,
+    ranked,
+    read_table,
+)
+from nanoinfer.utils.checks import require_int, show
+from nanoinfer.utils.files import escaped, first_bytes, parse_json, read_object
 
 log = logging.getLogger("nanoinfer")
 
-NAMES = ("tokenizer.json", "vocab.json with merges.txt", "tokenizer.model")
+NAMES = ("tokenizer.json", "tekken.json", "vocab.json with merges.txt", "tokenizer.model", "tiktoken.model")
 _SPLIT_OF_CLASS = {"Qwen2Tokenizer": "qwen2", "CohereTokenizer": "command-r", "GPTNeoXTokenizer": "olmo"}
 _SPLIT_OF_FAMILY = {
     "gpt2": "gpt-2", "gptj": "gpt-2", "opt": "gpt-2", "phi": "gpt-2", "exaone4": "exaone4", "qwen2": "qwen2",
@@ -38,6 +53,15 @@ _SPLIT_OF_FAMILY = {
 }  # fmt: skip
 """model_type -> the name of its way of splitting text (gguf_splits.py)."""
 _MAX_CONFIG_BYTES = 1 << 20
+_RANKED = {"llama": "llama-bpe", "deepseek_v3": "kimi-k2", "kimi_k2": "kimi-k2"}
+"""model_type -> the same, of tables of tiktoken: of Llama 3 and Moonlight."""
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\n")
+_TEKKEN = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
+    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+"""Special tokens of the files of 2024, which do not list them."""
 _UNIGRAM, _BPE = 1, 2
 _LEADING_SPACE, _COLLAPSED, _ESCAPED = 3, 4, 5  # fields of NormalizerSpec
 
@@ -60,6 +84,10 @@ def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
 
 def open_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     """Return the tokenizer in a file, by its name: a tokenizer.json if it is none of the others. As `from_folder`."""
+    if path.name == "tekken.json":
+        return _from_tekken(path, num_tokens)
+    if path.name == "tiktoken.model" or (path.name == "tokenizer.model" and _LINE.match(first_bytes(path, 200))):
+        return _from_tiktoken(path, num_tokens)
     if path.name == "tokenizer.model":
         return _from_sentencepiece(path, num_tokens)
     return from_file(path, num_tokens)
@@ -95,6 +123,48 @@ def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
         return ByteLevelTokenizer(core)
 
 
+def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
+    """Return the tokenizer in a tekken.json: special tokens first, then the first tokens of the table."""
+    complaint = f"{escaped(path)} is not a tekken.json"
+    raw = parse_json(read_table(path, "a tekken.json", num_tokens), complaint)
+    with explained(complaint):
+        config = raw["config"]
+        count = require_int("default_num_special_tokens", config["default_num_special_tokens"], 0, MAX_TOKENS)
+        size = require_int("default_vocab_size", config["default_vocab_size"], count, MAX_TOKENS) - count
+        ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in raw["vocab"][:size]}
+        listed = raw.get("special_tokens") or [{"rank": i, "token_str": name} for i, name in enumerate(_TEKKEN)]
+        names = {i: f"<SPECIAL_{i}>" for i in range(count)}
+        names |= {require_int("rank", token["rank"], 0, count - 1): token["token_str"] for token in listed}
+        special = {name: i for i, name in names.items()}
+        core = ranked(in_order(ranks, 0, bytes), special, (config["pattern"],), count)
+        core.add_special_tokens(list(special))
+        if "<s>" in special:
+            prepend(core, "<s>", special["<s>"])
+        return from_core(core)
+
+
+def _from_tiktoken(path: Path, num_tokens: int) -> Tokenizer:
+    """Return the tokenizer in a table of tiktoken's: lines of a token in base64 and its rank."""
+    where = escaped(path)
+    kind = _model_type(path.parent)
+    if (name := _RANKED.get(kind)) is None:
+        raise NanoinferError(f"{where} does not say how model_type={show(kind)} splits text: give a tokenizer.json")
+    raw, (added, _) = read_table(path, "a table of ranks", num_tokens), chat_files.added_tokens(path.parent)
+    with explained(f"{where} is not a table of tiktoken's"):
+        ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, raw.splitlines())}
+        special = {token["content"]: i for i, token in added.items()}
+        core = ranked(in_order(ranks, 0, bytes), special, SPLITS[name].patterns)
+        _add(core, list(added.values()))
+        bos = chat_files.special_tokens(path.parent).get("bos_token")
+        if (
+            bos is not None
+            and bos in special
+            and chat_files.tokenizer_field(path.parent, "add_bos_token", SPLITS[name].add_bos)
+        ):
+            prepend(core, bos, special[bos])
+        return from_core(core)
+
+
 def _add(core: Any, tokens: list[dict[str, Any]]) -> None:
     """Make tokens of the vocabulary stand for themselves in a text; the first of the same name counts."""
     from tokenizers import AddedToken
@@ -108,12 +178,17 @@ def _add(core: Any, tokens: list[dict[str, Any]]) -> None:
 def _split_of(folder: Path) -> str:
     """Return the name of the way in which the tokenizer of a folder splits text, one of SPLITS."""
     kind = chat_files.tokenizer_field(folder, "tokenizer_class", "").removesuffix("Fast")
-    config = folder / "config.json"
-    model = read_object(config, _MAX_CONFIG_BYTES, "a config").get("model_type") if config.is_file() else "gpt2"
-    name = _SPLIT_OF_CLASS.get(kind) or (_SPLIT_OF_FAMILY.get(model) if isinstance(model, str) else None)
+    name = _SPLIT_OF_CLASS.get(kind) or _SPLIT_OF_FAMILY.get(_model_type(folder) or "gpt2")
     if name is None:
         log.warning("%s: text is split as GPT-2's: give a tokenizer.json if it is not", escaped(folder))
     return name or "gpt-2"
+
+
+def _model_type(folder: Path) -> str:
+    """Return the model_type in a folder's config.json; "" if there is none."""
+    path = folder / "config.json"
+    found = read_object(path, _MAX_CONFIG_BYTES, "a config").get("model_type") if path.is_file() else None
+    return found if isinstance(found, str) else ""
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
