@@ -24,7 +24,8 @@ from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate
+from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.models import chat_template
 from nanoinfer.models.chat_template import ChatTemplate

@@ -1,11 +1,12 @@
-"""Answers that take long to read: by a response template with patterns, which a child process executes, or long ones.
+"""Answers that take long to read: by a response template with patterns, or long ones.
 
-They are read in a thread, so that the event loop goes on. Each `ask` of the template waits for a gate here.
+They are read in a thread, so that the event loop goes on. Each search of the template waits for a gate here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 from collections.abc import Callable
@@ -40,23 +41,24 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 class Gate:
-    """Holds the threads that ask the template."""
+    """Holds the threads that search by the template."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ask = ResponseTemplate.ask
         self.entered, self.open = threading.Event(), threading.Event()
         self.threads: list[str] = []
         self.fails: Callable[[Any], Exception | None] = lambda arguments: None
 
-        def gated(template: ResponseTemplate, do: str, *arguments: Any) -> Any:
+        def gated(search: Callable[..., Any], template: ResponseTemplate, *arguments: Any) -> Any:
             self.threads.append(threading.current_thread().name)
             self.entered.set()
             assert self.open.wait(GIVE_UP_SEC), "the event loop has waited"
             if (error := self.fails(arguments)) is not None:
                 raise error
-            return ask(template, do, *arguments)
+            return search(template, *arguments)
 
-        monkeypatch.setattr(ResponseTemplate, "ask", gated)
+        for name in ("start", "find"):
+            gate = functools.partial(gated, getattr(ResponseTemplate, name))
+            monkeypatch.setattr(ResponseTemplate, name, lambda *arguments, gate=gate: gate(*arguments))
 
 
 async def outputs(stream: AsyncOutputStream) -> list[RequestOutput]:
@@ -68,7 +70,7 @@ def text_of(found: list[RequestOutput]) -> str:
 
 
 async def entered(gate: Gate) -> None:
-    """Wait until a thread asks the template, and let the loop run while it waits."""
+    """Wait until a thread searches by the template, and let the loop run while it waits."""
     while not gate.entered.is_set():
         await asyncio.sleep(0.001)
     for _ in range(TICKS):
@@ -76,7 +78,7 @@ async def entered(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final_only"])
-def test_the_event_loop_goes_on_while_the_child_reads(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_goes_on_while_a_template_reads(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.chat(HI, PARAMS)[0].outputs[0].message
     gate = Gate(monkeypatch)
 
@@ -94,7 +96,7 @@ def test_the_event_loop_goes_on_while_the_child_reads(llm: LLM, kind: str, monke
     assert set(gate.threads) == {"nanoinfer-answers"}
 
 
-def test_a_task_is_cancelled_while_the_child_reads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_cancelled_while_a_template_reads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.chat(HI, PARAMS)[0].outputs[0].message
     gate = Gate(monkeypatch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import re
 from dataclasses import replace
@@ -17,8 +16,8 @@ from helpers.response_templates import CALL, TEMPLATES, random_answer, random_pi
 from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
-from nanoinfer.inputs.answers.response_template_worker import Template
+from nanoinfer.inputs.answers.response_template import ResponseTemplate
+from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.checkpoints import chat_files
 from nanoinfer.models.checkpoints.load import load_model
@@ -108,10 +107,34 @@ def test_random_answers_are_read_as_by_transformers(name: str, templates: dict[s
     assert num_calls > 5
 
 
+class Recorder(ResponseTemplateParser):
+    """Keeps what is read of the fields since `take_events`."""
+
+    def take_events(self) -> list[list[Any]]:
+        events = self.__dict__.get("events", [])
+        self.events: list[list[Any]] = []
+        return events
+
+    def record(self, *event: Any) -> None:
+        self.__dict__.setdefault("events", []).append([*event])
+
+    def _open(self, field: str, marker: str, captures: dict[str, str]) -> None:
+        self.record("open", field)
+        super()._open(field, marker, captures)
+
+    def _add(self, field: str, text: str) -> None:
+        self.record("text", field, text)
+        super()._add(field, text)
+
+    def _close(self, marker: str) -> None:
+        self.record("close", self._field)
+        super()._close(marker)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_released_when_transformers_releases_it(name: str) -> None:
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
-    template = Template(TEMPLATES[name])
+    template = ResponseTemplate(TEMPLATES[name])
     for seed in range(150):
         chance = random.Random(f"{name} {seed}")
         pieces = random_pieces(random_answer(name, chance), chance)
@@ -125,15 +148,15 @@ def test_text_is_released_when_transformers_releases_it(name: str) -> None:
             }
             spec["fields"][key] |= {"content": "text", "transform": "{content}"}
         parser = chat_parsing.ResponseParser(spec, prefix=prompt)
-        events, state = template.start(prompt)
-        assert [event[:2] for event in events] == [event[:2] for event in map(as_ours, parser.initial_events)]
+        recorder = Recorder(template, prompt=prompt)
+        assert [event[:2] for event in recorder.take_events()] == [
+            event[:2] for event in map(as_ours, parser.initial_events)
+        ]
         for piece in pieces:
-            events, state = template.scan(state, piece, False)
-            expected = [as_ours(event) for event in parser.feed(piece)]
-            assert [event[: 3 if event[0] == "text" else 2] for event in events] == expected, pieces
-        events, state = template.scan(state, "", True)
-        expected = [as_ours(event) for event in parser.finalize()[1]]
-        assert [event[: 3 if event[0] == "text" else 2] for event in events] == expected, pieces
+            recorder.feed(piece)
+            assert recorder.take_events() == [as_ours(event) for event in parser.feed(piece)], pieces
+        recorder.finish()
+        assert recorder.take_events() == [as_ours(event) for event in parser.finalize()[1]], pieces
 
 
 def as_ours(event: dict[str, Any]) -> list[Any]:
@@ -251,15 +274,10 @@ def test_text_fields_may_hold_values() -> None:
     assert read(ResponseTemplate(spec), [" no JSON "])[0].content == "no JSON"
 
 
-def test_text_is_held_back_where_a_pattern_refers_to_groups(caplog: pytest.LogCaptureFixture) -> None:
-    spec = {
-        "start_anchor": "A",
-        "fields": {"content": {"close_pattern": r"(?P<q>['*])end(?P=q)", "transform": "{content}"}},
-    }
-    with caplog.at_level(logging.INFO, "nanoinfer"):
-        template = ResponseTemplate(spec)
-    assert "text is held back" in caplog.text
-    parser = ResponseTemplateParser(template)
+def test_a_pattern_may_refer_to_groups() -> None:
+    fields = {"content": {"close_pattern": r"(?P<q>['*])end(?P=q)", "transform": "{content}"}}
+    fields |= {"tool_calls": {"open": "<c>"}}
+    parser = ResponseTemplateParser(ResponseTemplate({"start_anchor": "A", "fields": fields}))
     assert parser.feed("a 'end* b *end") == []
     assert parser.feed("* c") == [ContentDelta("a 'end* b")]
     assert parser.finish() == [ContentDelta("\nc")]
@@ -269,7 +287,7 @@ def test_a_pattern_without_end_makes_the_rest_content(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_template, "CPU_SEC", 0.2)
-    fields = {"tool_calls": {"open": "<c>", "close_pattern": r"(?:x+)+y", "transform": CALL}, "content": {}}
+    fields = {"tool_calls": {"open": "<c>", "close_pattern": "(?:x|xx)+$y", "transform": CALL}, "content": {}}
     template = ResponseTemplate({"start_anchor": "A", "fields": fields})
     message, deltas = read(template, ["a <c>b", "x" * 40, "z", "<c>"])
     assert message == ChatMessage("a<c>b" + "x" * 40 + "z<c>")
@@ -287,12 +305,12 @@ def test_empty_markers_end(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("name", ["json", "tags", "channels"])
 def test_a_long_answer_keeps_a_short_state(name: str) -> None:
     """So each piece takes the same time. The bodies of calls are kept elsewhere, once."""
-    template = Template(TEMPLATES[name])
-    _, state = template.start(ANCHORS[name] + (ANSWERS[name][1] if name == "channels" else "<call>"))
+    prompt = ANCHORS[name] + (ANSWERS[name][1] if name == "channels" else "<call>")
+    parser = ResponseTemplateParser(ResponseTemplate(TEMPLATES[name]), prompt=prompt)
     sizes = set()
     for _ in range(3000):
-        _, state = template.scan(state, "ab <c", False)
-        sizes.add(len(state["before"]) + len(state["held"]))
+        parser.feed("ab <c")
+        sizes.add(len(parser._buffer))
     assert max(sizes) < 80
 
 
@@ -329,6 +347,7 @@ ODD: list[tuple[Any, str]] = [
     ({"version": 2}, "response_template.version=2 is unknown: only 1 is"),
     ({"fields": {"content": {}}}, "response_template has neither start_anchor nor start_anchor_pattern"),
     ({"start_anchor": "a"}, "response_template.fields=None is not an object with fields"),
+    ({"start_anchor": "a", "fields": 3}, "response_template.fields=3 is not of the type dict"),
     ({"start_anchor": []}, "response_template.start_anchor=[] is not a text"),
     ({"start_anchor": ""}, "response_template.start_anchor='' is not a text of 1 to 256 characters"),
     ({"start_anchor": "a", "start_anchor_pattern": "b"}, "response_template has both start_anchor and"),
@@ -342,14 +361,17 @@ ODD += [
         ({"content": {"open": ["a", 3]}}, "fields.content.open=['a', 3] is not a text of 1 to 256 characters"),
         ({"content": {"close_pattern": "a" * 513}}, "is not a text of 1 to 512 characters"),
         ({"content": {"content": "yaml"}}, "fields.content.content='yaml' is none of text, int, float, bool, json"),
-        ({"content": {"content": []}}, "fields.content.content=[] is none of"),
-        ({"content": {"content_args": []}}, "fields.content.content_args is not an object"),
-        ({"content": {"join": ""}}, "fields.content.join='' is not a string, or repeats is not true"),
-        ({"content": {"transform_each": True}}, "fields.content.transform_each=True is not a boolean, or there is no"),
+        ({"content": {"content": []}}, "fields.content.content=[] is not of the type str"),
+        ({"content": {"content_args": []}}, "fields.content.content_args=[] is not of the type dict"),
+        ({"content": {"join": ""}}, "fields.content.join='' is given, and repeats is not true"),
+        ({"content": {"transform_each": True}}, "fields.content.transform_each=True is given, and no transform"),
         ({"content": {"transform": ["a {content}"]}}, "fields.content.transform has 'a {content}': a placeholder"),
-        ({"content": {"close_pattern": "a("}}, "content.close_pattern='a(': missing ), unterminated subpattern"),
-        ({"content": {"close_pattern": r"\p{L}"}}, "bad escape"),
-        ({"content": {"close_pattern": "[[:alpha:]]"}}, "Possible nested set"),
+        ({"content": {"close_pattern": "a("}}, "content.close_pattern='a(': missing )"),
+        ({"content": {"close_pattern": r"a(?R)?b"}}, r"content.close_pattern='a(?R)?b' is recursive or has the flag x"),
+        ({"content": {"close_pattern": "(?ix)a{1 0}"}}, "is recursive or has the flag x, which are not supported"),
+        ({"content": {"close_pattern": "a{999999}"}}, "a{999999}' is too large: it has too many + or too"),
+        ({"content": {"close_pattern": "(" * 40 + "a|b" + ")+" * 40}}, "is too large: it has too many + or too large"),
+        ({"content": {"transform": {"a": [0] * 99}}}, "content.transform has 101 values; the limit is 64"),
     ]
 ]  # fmt: skip
 

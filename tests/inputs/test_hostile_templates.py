@@ -12,7 +12,8 @@ from helpers.errors import refuses
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.detect import MAX_PIECE, detect
 from nanoinfer.inputs.answers.format import JSON_IN_MARKERS
-from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate, ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate
+from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models import chat_template
 from nanoinfer.models.chat_template import ChatTemplate
@@ -63,23 +64,23 @@ def test_a_value_that_exceeds_a_limit_is_the_last_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(response_template, "CPU_SEC", 0.2)
-    args = {"tag_pattern": r"(?P<key>(?:a|aa)+)(?P<value>)b$"}
+    args = {"tag_pattern": "(?P<key>(?:a|aa)+)(?P<value>)$b"}
     template = ResponseTemplate(
         calls(content="xml-inline", content_args=args, open_pattern="<(?P<name>get)>", open=None)
     )
-    asked, ask = [0], ResponseTemplate.ask
+    num_values, value = [0], ResponseTemplate.value
 
-    def count(self: ResponseTemplate, do: str, *given: Any) -> Any:
-        asked[0] += do == "value"
-        return ask(self, do, *given)
+    def count(self: ResponseTemplate, *args: Any) -> Any:
+        num_values[0] += 1
+        return value(self, *args)
 
-    monkeypatch.setattr(ResponseTemplate, "ask", count)
+    monkeypatch.setattr(ResponseTemplate, "value", count)
     parser = ResponseTemplateParser(template, [Tool("get")])
     text = "<get>" + "a" * 60 + "c</call>"
     parser.feed(text * 3)
     parser.finish()
-    assert parser.message().content == "\n".join([text] * 3)
-    assert asked[0] == 1
+    assert parser.message().content == text * 3
+    assert num_values[0] == 1
 
 
 def test_empty_marks_of_strings_end() -> None:
@@ -93,6 +94,4 @@ def test_empty_marks_of_strings_end() -> None:
 
 def test_the_shape_of_a_value_is_small() -> None:
     shape = {"function": {"name": "get", "arguments": {str(i): "{content}" for i in range(MAX_VALUES)}}}
-    refuses(
-        lambda: ResponseTemplate(calls(transform=shape)), f"transform has {MAX_VALUES + 1} strings", str(MAX_VALUES)
-    )
+    refuses(lambda: ResponseTemplate(calls(transform=shape)), f"transform has {MAX_VALUES + 4} values", str(MAX_VALUES))

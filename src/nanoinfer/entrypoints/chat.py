@@ -22,7 +22,8 @@ from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.grammar import RepeatableCalls, to_grammar
 from nanoinfer.inputs.answers.lenient import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate
+from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
@@ -234,7 +235,7 @@ class AnswerReader:
             return True
         size = 0
         if answers.template is not None:
-            if answers.template.asks_process:
+            if answers.template.has_patterns:
                 return False
             size = 0 if self._states else len(answers.prompt)  # which the template reads first
         for o in output.outputs:
