@@ -448,6 +448,16 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "zero": ({"llama.embedding_length": 0}, ["llama.embedding_length=0"]),
     "huge": ({"llama.block_count": 2**31}, ["llama.block_count=2147483648"]),
     "more layers": ({"llama.block_count": 2**30}, ["llama.block_count=1073741824", "4"]),
+    "further layers": (
+        {"llama.block_count": 2**31 - 1, "llama.nextn_predict_layers": 2**30},
+        ["llama.block_count=2147483647 is not the number of layers that the file has: 4"],
+    ),
+    "only further layers": ({"llama.nextn_predict_layers": 4}, ["llama.block_count=4"]),
+    "further layers as text": ({"llama.nextn_predict_layers": "1"}, ["llama.nextn_predict_layers='1'"]),
+    "pattern of other layers": (
+        {"llama.attention.sliding_window": 5, "llama.attention.sliding_window_pattern": np.ones(3, bool)},
+        ["llama.attention.sliding_window_pattern=[True, True, True]"],
+    ),
     "bidirectional": ({"llama.attention.causal": False}, ["llama.attention.causal=False"]),
     "long list": ({"llama.x": np.zeros(10**6, np.uint8)}, ["llama.x", "4096"]),
     "start token": ({"tokenizer.ggml.bos_token_id": 61}, ["tokenizer.ggml.bos_token_id=61", "60"]),

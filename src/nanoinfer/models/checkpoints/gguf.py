@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,8 +90,9 @@ def _without_other_parts(file: GGUFFile, where: str, arch: str) -> GGUFFile:
     purpose = {name: what for name in file.tensors for start, what in _OTHER_PARTS.items() if name.startswith(start)}
     total, further = (file.metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     if type(total) is int and type(further) is int and 0 < further < total:
-        starts = tuple(f"blk.{i}." for i in range(total - further, total))
-        purpose |= {name: "the prediction of further tokens" for name in file.tensors if name.startswith(starts)}
+        layers = {name: re.match(r"blk\.(\d{1,9})\.", name) for name in file.tensors}
+        extra = [name for name, layer in layers.items() if layer and total - further <= int(layer[1]) < total]
+        purpose |= dict.fromkeys(extra, "the prediction of further tokens")
     if not purpose:
         return file
     what = ", ".join(sorted(set(purpose.values())))
