@@ -94,4 +94,4 @@ def test_empty_marks_of_strings_end() -> None:
 
 def test_the_shape_of_a_value_is_small() -> None:
     shape = {"function": {"name": "get", "arguments": {str(i): "{content}" for i in range(MAX_VALUES)}}}
-    refuses(lambda: ResponseTemplate(calls(transform=shape)), f"transform has {MAX_VALUES + 4} values", str(MAX_VALUES))
+    refuses(lambda: ResponseTemplate(calls(transform=shape)), f"transform has more than {MAX_VALUES} values")

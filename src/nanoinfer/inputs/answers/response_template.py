@@ -19,7 +19,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ def of_model(model: ModelInfo) -> ResponseTemplate | None:
         return None
     try:
         return ResponseTemplate(model.response_template)
-    except NanoinferError as e:
+    except (NanoinferError, RecursionError) as e:
         log.warning("%s: answers are read by the format of the chat template", e)
         return None
 
@@ -178,10 +178,8 @@ def compile_pattern(where: str, pattern: Any) -> Any:
         raise NanoinferError(f"{where}={show(pattern)} is not a text of 1 to {MAX_PATTERN} characters")
     if _REFUSED.search(pattern):
         raise NanoinferError(f"{where}={pattern!r} is recursive or has the flag x, which are not supported")
-    counts = [
-        int(count) for braces in re.findall(r"\{([^{}]*)", pattern) for count in re.findall(r"[0-9]{1,9}", braces)
-    ]
-    if len(pattern) * math.prod(count + 1 for count in counts) << pattern.count("+") > MAX_EXPANDED:
+    counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{([^{}]*)", pattern)))
+    if len(pattern) * math.prod(int(count) + 1 for count in counts) << pattern.count("+") > MAX_EXPANDED:
         raise NanoinferError(f"{where}={pattern!r} is too large: it has too many + or too large numbers in braces")
     try:
         return regex.compile(pattern, regex.DOTALL)
@@ -214,9 +212,11 @@ def _check_field(where: str, field: Any) -> None:
         raise NanoinferError(f"{where}.join={show(field['join'])} is given, and repeats is not true")
     if field.get("transform_each", False) and field.get("transform") is None:
         raise NanoinferError(f"{where}.transform_each=True is given, and no transform")
-    values = list(_values(field.get("transform")))
-    if len(values) > MAX_VALUES:  # each may stand for the whole text of the field
-        raise NanoinferError(f"{where}.transform has {len(values)} values; the limit is {MAX_VALUES}")
+    values = [field.get("transform")]
+    for value in values:  # which grows
+        if len(values) > MAX_VALUES:  # each may stand for the whole text of the field
+            raise NanoinferError(f"{where}.transform has more than {MAX_VALUES} values")
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for value in values:
         if isinstance(value, str) and _PLACEHOLDER.search(value) and not _PLACEHOLDER.fullmatch(value):
             raise NanoinferError(f"{where}.transform has {show(value)}: a placeholder must be the whole string")
@@ -231,12 +231,6 @@ def _check_types(where: str, given: Any, types: Mapping[str, tuple[type, ...]]) 
         if not isinstance(value, types[key]):
             names = " or ".join(kind.__name__ for kind in types[key])
             raise NanoinferError(f"{where}.{key}={show(value)} is not of the type {names}")
-
-
-def _values(shape: Any) -> Iterator[Any]:
-    yield shape
-    for item in shape.values() if isinstance(shape, dict) else shape if isinstance(shape, list) else ():
-        yield from _values(item)
 
 
 def _transform(shape: Any, scope: dict[str, Any]) -> Any:
