@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import regex
-
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import ContentDelta, ReasoningDelta
@@ -174,6 +172,8 @@ def time_left(deadline: float) -> float:
 
 def compile_pattern(where: str, pattern: Any) -> Any:
     """Compile a pattern. Raises NanoinferError: it is not one, or its compilation may take too much memory."""
+    import regex  # here: most models have no response template
+
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN:
         raise NanoinferError(f"{where}={show(pattern)} is not a text of 1 to {MAX_PATTERN} characters")
     if _REFUSED.search(pattern):
@@ -189,6 +189,8 @@ def compile_pattern(where: str, pattern: Any) -> Any:
 
 def _to_marker(where: str, given: Mapping[str, Any], key: str) -> Marker | None:
     """Compile the string, list of strings or pattern of a key; return None if there is none."""
+    import regex
+
     texts, pattern = given.get(key), given.get(f"{key}_pattern")
     if texts is not None and pattern is not None:
         raise NanoinferError(f"{where} has both {key} and {key}_pattern")
