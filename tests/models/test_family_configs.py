@@ -324,7 +324,7 @@ def test_a_warning_is_for_a_field_that_could_change_the_result(
         "use_mrope": True,
         "max_window_layers": 28,
         "pretraining_tp": 1,
-        "activation": "swiglu",
+        "scale_attn_weights": True,
         "max_length": 20,
     }
     read(tmp_path, "smollm3", rope_interleaved=value, **published)

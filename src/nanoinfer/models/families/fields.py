@@ -28,16 +28,18 @@ HARMLESS = frozenset(
     " return_dict_in_generate sep_token_id suppress_tokens temperature tie_encoder_decoder top_k top_p typical_p"
     " image_token_id video_token_id vision_config vision_start_token_id vision_end_token_id vision_token_id"
     " _attn_implementation_autoset _flash_attn_2_enabled _num_labels is_llama_config max_sequence_length"
-    " max_window_layers model_max_length neftune_noise_alpha transformers.js_config unsloth_fixed unsloth_version"
-    " use_mrope".split()
+    " max_window_layers model_max_length neftune_noise_alpha perceiver_config pixel_shuffle_factor"
+    " transformers.js_config unsloth_fixed unsloth_version use_mrope".split()
 )
 IDLE: dict[str, tuple[Any, ...]] = {
     "activation": ("swiglu",), "norm_type": ("layer_norm",), "mlp_type": ("default",), "full_attn_mod": (1,),
     "interpolate_factor": (1,), "pretraining_tp": (1,), "attention_bias": (), "lm_head_bias": (), "mlp_bias": (),
-    "qkv_bias": (), "rope_interleaved": (), "shared_expert_intermediate_size": (),
+    "qkv_bias": (), "rope_interleaved": (), "shared_expert_intermediate_size": (), "qk_layer_norms": (),
+    "use_resampler": (), "_sliding_window_pattern": (4,), "layer_switch": (4,), "use_embedding_sharing": (True,),
+    "attention_softmax_in_fp32": (True,), "scale_attention_softmax_in_fp32": (True,), "scale_attn_weights": (True,),
 }  # fmt: skip
-"""Fields of published files that families do not read -> values with which they ask for nothing, as null, false and 0
-do."""
+"""Fields of published files that families do not read -> values with which they ask for nothing, as with null; of an
+empty tuple, false and 0."""
 ACTIVATIONS = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu": "relu", "relu2": "relu2",
@@ -59,7 +61,7 @@ class Fields:
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
-        idle = {name for name, values in IDLE.items() if not (value := raw.get(name)) or value in values}
+        idle = {name for name, values in IDLE.items() if raw.get(name) in (None, *(values or (False,)))}
         self.known: set[str] = {*HARMLESS, *idle}
 
     def get(self, name: str, default: Any = None) -> Any:

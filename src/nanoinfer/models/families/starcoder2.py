@@ -24,7 +24,7 @@ FAMILY = Family(
     {"learned_positions": False},
     biased=("norm",),
     biases={"use_bias": (("qkv", "proj", "mlp"), True)},
-    harmless=("residual_dropout", "embedding_dropout"),
+    harmless=("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
     read_layers=partial(mistral.read_layers, default=None),
     write_layers=mistral.write_layers,
 )
