@@ -28,6 +28,8 @@ class Case:
     """A file of llama.cpp's models/templates, or `own`: that of the npm package."""
     added: tuple[str, ...] = ()
     """Control tokens that the converter asks for and a stand-in for the vocabulary lacks."""
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    """That of tokenizer_config.json, where the converter asks for it."""
     stored: dict[str, Any] = field(default_factory=dict)
     """Fields of the published config.json that transformers 5 stores otherwise, and the converter reads."""
     known: dict[str, str] = field(default_factory=dict)
@@ -200,8 +202,13 @@ CASES: dict[str, Case] = {
     "Phi-3.5 mini": Case(
         "phi3", ALL_HEADS | PLAIN | LONG, "ggml/phi-3", None, (), "microsoft-Phi-3.5-mini-instruct.jinja",
     ),
-    "Phi-4": Case("phi3", PLAIN | theta(250000.0) | {"sliding_window": None}, "npm/gpt35turbo", "dbrx"),
-    "Phi-4 mini": Case("phi3", PLAIN | LONG | TIED, "npm/gpt4o", "gpt-4o"),
+    "Phi-4": Case(
+        "phi3", PLAIN | theta(250000.0) | {"sliding_window": None}, "npm/gpt35turbo", "dbrx",
+        tokenizer_class="GPT2Tokenizer",
+    ),
+    "Phi-4 mini": Case(
+        "phi3", PLAIN | LONG | TIED, "npm/gpt4o", "gpt-4o", tokenizer_class="GPT2Tokenizer",
+    ),
     "Granite 3.3 2B": Case(
         "granite", GRANITE | PLAIN | TIED | {"logits_scaling": 8.0} | theta(1e7), "ggml/refact", "refact", (),
         "ibm-granite-granite-3.3-2B-Instruct.jinja",
@@ -225,7 +232,7 @@ CASES: dict[str, Case] = {
     ),
     "GLM-4 9B": Case(
         "glm", {"attention_bias": True, "head_dim": 16} | theta(1e4, partial_rotary_factor=0.5), "npm/gpt35turbo",
-        "glm4", added=GLM, stored={"seq_length": 4096},
+        "glm4", added=GLM, stored={"seq_length": 4096, "layernorm_epsilon": 1.5625e-07},
     ),
     "GLM-4.7 Flash": Case(
         "glm4_moe_lite", LATENT | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
@@ -277,14 +284,16 @@ CASES: dict[str, Case] = {
         LATENT | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
         | yarn(1e4, 40.0, 16, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
         "npm/deepseek_v3", "deepseek-v3", DEEPSEEK, "deepseek-ai-DeepSeek-V3.1.jinja",
+        stored={"scoring_func": "sigmoid"},
     ),
     "Moonlight 16B-A3B": Case(
         "deepseek_v3",
         LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446} | theta(5e4),
-        "npm/gpt4o", "kimi-k2",
+        "npm/gpt4o", "kimi-k2", stored={"scoring_func": "sigmoid"},
     ),
     "GPT-2": Case(
-        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}, "ggml/gpt-2", "gpt-2", OWN
+        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}, "ggml/gpt-2", "gpt-2", OWN,
+        stored={"n_ctx": 1024},
     ),
     "Pythia 160M": Case(
         "gpt_neox", {"num_key_value_heads": None} | theta(1e4, partial_rotary_factor=0.25), "ggml/gpt-neox", "olmo",

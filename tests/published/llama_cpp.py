@@ -94,10 +94,16 @@ def pieces(text: str, pre: str) -> list[str]:
     return parts
 
 
-def quantize(file: Path, result: Path, format: str) -> None:
-    """Quantize a file by the program llama-quantize of ik_llama.cpp, a fork whose wheel has it built."""
+def quantize(file: Path, result: Path, format: str) -> bool:
+    """Quantize a file by the program llama-quantize of ik_llama.cpp, a fork whose wheel has it built.
+
+    Returns:
+        whether there is a file: the fork does not know each architecture, and has formats of its own.
+    """
     command = [IK / "ik_llama_cpp" / "bin" / "llama-quantize", file, result, format, "2"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, timeout=120)
+    formats = re.findall(rb"converting to (q6_0|\w+_r\d)", done.stdout + done.stderr)
+    return done.returncode == 0 and not formats
 
 
 def greedy(file: Path, prompt: list[int], num_tokens: int) -> list[int]:

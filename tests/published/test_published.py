@@ -50,7 +50,7 @@ LENGTH, NEW = 24, 6
 MAX_MODEL_LEN = 96
 NONE = "–"
 """Of a check for which nothing could be had."""
-SEPARATORS = {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
+SEPARATORS = {"<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|file_sep|>"}
 """llama.cpp ends at these names, too, which no answer has."""
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Grüße, wie geht's?"}]},
@@ -155,7 +155,7 @@ class Proof:
         self.model = random_model(config)
         self.model.save_pretrained(self.folder)
         edit_config(self.folder, **self.case.stored)
-        write(self.vocabulary, self.folder, self.template)
+        write(self.vocabulary, self.folder, self.template, self.case.tokenizer_class)
         generator = torch.Generator().manual_seed(0)
         self.prompt = torch.randint(100, config.vocab_size, (1, LENGTH), generator=generator)
         ids = self.prompt
@@ -191,11 +191,12 @@ class Proof:
 
     def check_quantized(self) -> str:
         """Files of a quantizer of llama.cpp's: errors of logits as shares of their standard deviation, and native's."""
-        return ", ".join(self.error_of(format, limit) for format, limit in (("Q8_0", 0.1), ("Q4_K_M", 0.6)))
+        return ", ".join(self.error_of(format, limit) for format, limit in (("Q8_0", 0.2), ("Q4_K_M", 0.6)))
 
     def error_of(self, format: str, limit: float) -> str:
         file = self.folder.with_name(f"model.{format}.gguf")
-        llama_cpp.quantize(self.file, file, format)
+        if not llama_cpp.quantize(self.file, file, format):
+            return NONE
         gpt = opened(file)
         with torch.inference_mode():
             logits = gpt(self.prompt)
@@ -229,7 +230,8 @@ class Proof:
         if not llama_cpp.patterns()[case.pre]:
             return NONE
         split = byte_level(tokenizers.models.BPE({}, []), SPLITS[case.pre].patterns).pre_tokenizer
-        for text in TEXTS:
+        texts = [unicodedata.normalize("NFC", text) for text in TEXTS] if SPLITS[case.pre].compose else TEXTS
+        for text in texts:
             assert self.llm.decode(encode(text)) == text
             pieces = [text[a:b] for _, (a, b) in split.pre_tokenize_str(text)]
             assert pieces == llama_cpp.pieces(text, case.pre), f"{text[:40]!r}"

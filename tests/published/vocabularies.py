@@ -164,9 +164,9 @@ def with_tokens(vocabulary: Vocabulary, names: tuple[str, ...]) -> Vocabulary:
     return replace(vocabulary, tokens=[*vocabulary.tokens, *names], kinds=kinds, file=None)
 
 
-def write(vocabulary: Vocabulary, folder: Path, template: str | None) -> None:
+def write(vocabulary: Vocabulary, folder: Path, template: str | None, tokenizer_class: str) -> None:
     """Write the files of a published folder: tokenizer.json or tokenizer.model, and tokenizer_config.json."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **vocabulary.special}
+    settings = {"tokenizer_class": tokenizer_class, **vocabulary.special}
     settings |= {key: vocabulary.settings[key] for key in ("add_bos_token",) if key in vocabulary.settings}
     if template is not None:
         settings["chat_template"] = template
@@ -206,10 +206,12 @@ def _protobuf(vocabulary: Vocabulary) -> bytes:
     def message(tag: int, content: bytes) -> bytes:
         return number(tag << 3 | 2) + number(len(content)) + content
 
-    pieces = zip(vocabulary.tokens, vocabulary.scores, vocabulary.kinds, strict=True)
+    unknown = vocabulary.kinds.index(UNKNOWN)  # the library takes one
+    kinds = [CONTROL if kind == UNKNOWN and i != unknown else kind for i, kind in enumerate(vocabulary.kinds)]
+    pieces = zip(vocabulary.tokens, vocabulary.scores, kinds, strict=True)
     parts = [
         message(1, message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + number(kind))
         for token, score, kind in pieces
     ]
-    trainer = b"\x18\x02" + number(35 << 3) + b"\x01" + number(40 << 3) + number(vocabulary.kinds.index(UNKNOWN))
+    trainer = b"\x18\x02" + number(35 << 3) + b"\x01" + number(40 << 3) + number(unknown)
     return b"".join([*parts, message(2, trainer), message(3, message(1, b"identity") + b"\x20\x00")])

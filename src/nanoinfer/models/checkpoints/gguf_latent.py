@@ -36,7 +36,10 @@ JOINED_HEADS = "attn_kv_b"
 def read(m: Metadata) -> dict[str, Any]:
     """Return the fields of config.json that other families lack; DeepSeek-V3's if experts are chosen by sigmoids."""
     m.only(m.key("expert_gating_func"), 1, 2)
-    corrected, groups = m.get(m.key("expert_gating_func"), 1) == 2, m.int_("expert_group_count", 1)
+    normalized = m.flag(m.key("expert_weights_norm"), False)
+    # Files of GLM-4.7-Flash name no function; those of DeepSeek-V2 that name none do not normalize.
+    corrected = m.get(m.key("expert_gating_func"), 2 if normalized else 1) == 2
+    groups = m.int_("expert_group_count", 1)
     turned = m.int_("rope.dimension_count")
     whole, values = (m.int_(f"attention.{name}_length") for name in ("key", "value"))
     if "attention.key_length_mla" in m:  # the others are then those of the latent
@@ -54,7 +57,7 @@ def read(m: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": m.int_("expert_feed_forward_length"),
         "n_shared_experts": m.int_("expert_shared_count"),
         "routed_scaling_factor": m.float_("expert_weights_scale", 1.0),
-        "norm_topk_prob": m.flag(m.key("expert_weights_norm"), False),
+        "norm_topk_prob": normalized,
         "first_k_dense_replace": m.integer(m.key("leading_dense_block_count"), 0, 0),
         "n_group": groups,
         "topk_group": m.int_("expert_group_used_count", 1),
