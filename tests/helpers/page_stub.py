@@ -36,6 +36,7 @@ INFO = {
     "engine": "native",
     "quantization": "int8",
     "speculation": True,
+    "shows_tools": False,
     "roofline_tokens_per_sec": 400.0,
     "sampling_params": {"chat": {**SAMPLING, "max_tokens": None}, "completions": {**SAMPLING, "max_tokens": 16}},
     "page_sampling_params": {

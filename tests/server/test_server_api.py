@@ -590,6 +590,12 @@ def test_a_model_without_a_template_has_no_chats(client: Client) -> None:
     assert (status, "has no chat template" in error["message"]) == (400, True)
 
 
+def test_a_chat_that_is_too_long_names_its_messages(chat: Client) -> None:
+    status, error = chat.error(CHAT, messages=[{"role": "user", "content": "a" * 600}])
+    assert (status, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
+    assert error["message"].startswith("messages: the prompt has")
+
+
 def test_parameters_that_exclude_every_token(client: Client) -> None:
     body = {"prompt": "a", "max_tokens": 2, "allowed_token_ids": [5], "structured_outputs": {"choice": ["zzz"]}}
     response = client.request("POST", COMPLETIONS, json=body)
@@ -760,7 +766,7 @@ def test_info(client: Client, chat: Client) -> None:
     assert found == {
         "model": "tiny", "has_chat_template": False, "reasoning_options": [], "block_size": 32, "engine": "native",
         "device": "cpu", "dtype": "float32", "weight_format": "float32", "quantization": None, "speculation": False,
-        "roofline_tokens_per_sec": None,
+        "roofline_tokens_per_sec": None, "shows_tools": False,
     }  # fmt: skip
     assert chat.get("/info")["has_chat_template"] is True
 
@@ -795,6 +801,8 @@ def test_health(client: Client, tmp_path: Path) -> None:
 
 
 def test_the_openapi_document_has_the_fields_that_the_parser_knows(client: Client) -> None:
+    client = copy(client)
+    client.app = build_app(client.async_llm, ServerConfig(max_logprobs=7))
     document = client.get("/openapi.json")
     assert document["openapi"] == "3.1.0"
     for path in (COMPLETIONS, CHAT):
@@ -803,6 +811,8 @@ def test_the_openapi_document_has_the_fields_that_the_parser_knows(client: Clien
         assert set(schema["properties"]) == {*TABLES[path], *sampling}
         assert schema["additionalProperties"] is False
         assert schema["properties"]["temperature"]["maximum"] == 1e6
+        numbers = ("logprobs" if path == COMPLETIONS else "top_logprobs", "prompt_logprobs")
+        assert [schema["properties"][name]["maximum"] for name in numbers] == [7, 7]
         assert schema["properties"]["n"] == {
             "type": ["integer", "null"], "minimum": 1, "maximum": 128, "default": 1,
             "description": "Outputs to return for each prompt, at most 128.",

@@ -1004,6 +1004,7 @@ def test_a_call_that_is_cut_off_is_not_part_of_the_conversation(page: Page, stub
 
 def test_tools_are_pasted_and_their_calls_answered_by_hand(page: Page, stub: page_stub.Stub) -> None:
     page.click("text=Tools and reasoning")
+    assert page.inner_text("#tools-note").startswith("This model's chat template does not show tools")
     page.fill("#c-tools", json.dumps([WEATHER]))
     page.select_option("#c-tool_choice", "required")
     page.select_option("#c-enable_thinking", "false")

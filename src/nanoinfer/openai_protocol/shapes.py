@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol.chunks import ChunkWriter, Outputs
-from nanoinfer.openai_protocol.errors import as_sent
+from nanoinfer.openai_protocol.errors import as_sent, renamed
 from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse
 from nanoinfer.openai_protocol.responses import response_body
@@ -52,12 +52,12 @@ class Shape:
 
 
 def _openai(url: str) -> Shape:
-    return Shape(
-        partial(parse, url, streams=True),
-        response_body,
-        ChunkWriter,
-        lambda error, request: as_sent(error, response_format=request.response_format),
-    )
+    names = {"prompt": "messages"} if url == CHAT else {}
+
+    def error_as_sent(error: NanoinferError, request: GenerationRequest) -> NanoinferError:
+        return renamed(as_sent(error, response_format=request.response_format), names)
+
+    return Shape(partial(parse, url, streams=True), response_body, ChunkWriter, error_as_sent)
 
 
 SHAPES: dict[str, Shape] = {

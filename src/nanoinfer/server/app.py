@@ -41,7 +41,7 @@ def build_routes(llm: AsyncLLM, config: ServerConfig) -> tuple[ASGIApp, Service]
         llm, config: as for `build_app`.
     """
     service = Service(llm, config)
-    service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
+    service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults, config.max_logprobs)))
     router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()], redirect_slashes=False)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:

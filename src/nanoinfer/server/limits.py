@@ -26,6 +26,8 @@ from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, 
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import escaped
 
+LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+"""Fields with numbers of log-probabilities, which max_logprobs limits."""
 MAX_SLIDING_TOKENS = 1 << 20
 """Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
 MAX_EMBEDDING_VALUES = 1 << 24
@@ -69,7 +71,7 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
 
 def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:
     """Check numbers of log-probabilities before the body is parsed, by the server's limit. Raises FieldError."""
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+    for name in LOGPROBS:
         value = body.get(name)
         if isinstance(value, float) and value.is_integer():  # 2.0 is an integer in JSON
             value = int(value)

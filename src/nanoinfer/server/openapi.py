@@ -22,7 +22,8 @@ from nanoinfer.openai_protocol.fields import (
     TOKENIZE,
 )
 from nanoinfer.openai_protocol.fields import TABLES as OPENAI
-from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
+from nanoinfer.sampling_params import MAX_LOGPROBS, OVERFLOWS, RANGES, SamplingParams
+from nanoinfer.server.limits import LOGPROBS
 from nanoinfer.server.service import SHAPES
 from nanoinfer.server.table import RouteSpec
 from nanoinfer.utils.field_docs import field_docs
@@ -69,17 +70,18 @@ _ANTHROPIC_ERROR = {
 }
 
 
-def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
+def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams], max_logprobs: int) -> dict[str, Any]:
     """Return the OpenAPI document.
 
     Args:
         routes: the table.
         defaults: of the fields of SamplingParams, by route.
+        max_logprobs: the server's limit of the numbers of log-probabilities.
     """
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, defaults)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, defaults, max_logprobs)
     return {
         "openapi": "3.1.0",
         "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
@@ -88,7 +90,9 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
     }
 
 
-def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
+def _operation(
+    route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams], max_logprobs: int
+) -> dict[str, Any]:
     name = "AnthropicError" if path in anthropic_protocol.TABLES else "Error"
     error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
     content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
@@ -106,12 +110,12 @@ def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParam
         name = path.partition("{")[2].partition("}")[0]
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if path in TABLES:
-        body = {"schema": request_schema(path, defaults.get(path))}
+        body = {"schema": request_schema(path, defaults.get(path), max_logprobs)}
         found["requestBody"] = {"required": True, "content": {"application/json": body}}
     return found
 
 
-def request_schema(url: str, defaults: SamplingParams | None) -> dict[str, Any]:
+def request_schema(url: str, defaults: SamplingParams | None, max_logprobs: int) -> dict[str, Any]:
     """Return the schema of the body of requests to a route. Any field may be null, which is its default."""
     properties = {} if defaults is None else _sampling(SAMPLING_OF[url], defaults)
     for name, field in TABLES[url].items():
@@ -119,6 +123,9 @@ def request_schema(url: str, defaults: SamplingParams | None) -> dict[str, Any]:
         if field.neutral is not None:
             schema = {"enum": list(field.neutral)}
         properties[name] = {**schema, "description": field.doc}
+    for name in LOGPROBS:
+        if properties.get(name, {}).get("type") == "integer":
+            properties[name]["maximum"] = min(max_logprobs, MAX_LOGPROBS)
     return {
         "type": "object",
         "properties": {n: s if n in REQUIRED[url] else _nullable(s) for n, s in sorted(properties.items())},

@@ -66,6 +66,7 @@ function showInfo() {
   chat.disabled = !info.has_chat_template;
   (chat.disabled ? completion : chat).checked = true;
   byId("mode-note").textContent = chat.disabled ? "No chat: this model has no chat template." : "";
+  byId("tools-note").hidden = info.shows_tools;
   showSpeed(null);
 }
 
