@@ -301,6 +301,7 @@ def test_fields_without_effect_are_accepted(client: Client) -> None:
         **body(tools=tools, system=[{"type": "text", "text": "s", **cached}], metadata={"user_id": "u"}, **cached),
         service_tier="auto",
         context_management={"edits": []},
+        mcp_servers=[],
         thinking={"type": "disabled", "display": "summarized"},
     )
     assert without_ids(made) == without_ids(plain)

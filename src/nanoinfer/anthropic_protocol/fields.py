@@ -33,6 +33,7 @@ _PROMPT: dict[str, Field] = {
     ),
     "output_format": Field(_FORMAT, "The older name of output_config.format."),
     **{name: Field({}, "Accepted without effect.") for name in ("betas", "cache_control", "context_management")},
+    "mcp_servers": Field({"type": "array"}, "Not supported: this server calls no other one.", neutral=([], None)),
 }  # fmt: skip
 TABLES: dict[str, dict[str, Field]] = {
     MESSAGES: {

@@ -83,7 +83,8 @@ def chat(
     params = of_model(params, llm)
     conversation = llm.conversation(system, **options)
     if unread := conversation.unread_options():
-        flag = f"--{unread[0].replace('_', '-')}"
+        negated = "no-" if options.get(unread[0]) is False else ""
+        flag = f"--{negated}{unread[0].replace('_', '-')}"
         raise NanoinferError(f"{flag}: the chat template of {escaped(llm.model_name)} does not read it: leave it out")
     session = Session(conversation, params, hide_reasoning=hide_reasoning)
     if sys.stdin.isatty():
