@@ -33,7 +33,7 @@ from nanoinfer import (
     StructuredOutputsParams,
 )
 from nanoinfer.entrypoints.vllm_names import FOREIGN
-from nanoinfer.models import tokenizers
+from nanoinfer.models import special_tokens, tokenizers
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 
@@ -341,7 +341,7 @@ def test_tokenizer(llm: LLM, tmp_path: Path) -> None:
     template = "<s>{{ messages[0].content }}"
     core = hf.Tokenizer.from_str(tokenizers.to_json(bpe()))
     core.add_special_tokens(["<s>"])
-    tokenizers.prepend(core, "<s>", 320)
+    special_tokens.prepend(core, "<s>", 320)
     folder = make_folder(tmp_path / "bos", replace(TINY, vocab_size=321))
     (folder / "tokenizer.json").write_text(core.to_str())
     llm = LLM(str(folder))

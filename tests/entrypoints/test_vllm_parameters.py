@@ -16,7 +16,7 @@ from helpers.errors import refuses
 from helpers.models import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import tokenizers
+from nanoinfer.models import special_tokens, tokenizers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 ENGINES_HERE = [name for name, spec in ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
@@ -212,7 +212,7 @@ def test_prompts_are_truncated_at_the_left(llm: LLM, chat: LLM, tmp_path: Path) 
     assert out.prompt_token_ids == chat.apply_chat_template(HI)[-3:]
 
     core = hf.Tokenizer.from_str(tokenizers.to_json(chat.tokenizer))  # type: ignore[arg-type]
-    tokenizers.prepend(core, "<pad>", 0)
+    special_tokens.prepend(core, "<pad>", 0)
     folder = chat_folder(tmp_path / "bos")
     (folder / "tokenizer.json").write_text(core.to_str())
     start = LLM(str(folder))

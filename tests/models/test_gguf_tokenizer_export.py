@@ -22,7 +22,7 @@ hf = pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
 
 from nanoinfer.config import ModelConfig  # noqa: E402
-from nanoinfer.models import tokenizers  # noqa: E402
+from nanoinfer.models import special_tokens, tokenizers  # noqa: E402
 from nanoinfer.models.checkpoints import gguf_export, gguf_splits, gguf_tokenizer, huggingface  # noqa: E402
 from nanoinfer.models.checkpoints.gguf_splits import SPLITS, Split  # noqa: E402
 from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_tokenizer  # noqa: E402
@@ -131,7 +131,7 @@ def test_special_tokens_and_end_tokens() -> None:
 def test_a_start_token_is_added_by_the_reader_too() -> None:
     tokenizer = with_special()
     assert isinstance(tokenizer, tokenizers.ByteLevelTokenizer)
-    tokenizers.prepend(tokenizer.core, "<|im_start|>", tokenizer.vocab_size - 3)
+    special_tokens.prepend(tokenizer.core, "<|im_start|>", tokenizer.vocab_size - 3)
     starting = tokenizers.from_json(tokenizers.to_json(tokenizer), "a tokenizer")
     metadata = write(starting, bos_token_id=3)
     assert metadata["add_bos_token"] is True
