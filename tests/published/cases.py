@@ -91,6 +91,7 @@ GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention
 OWN = ("<|endoftext|>",)
 LLAMA_ENDS = ("<|eot_id|>", "<|end_of_text|>")
 DEEPSEEK = ("<｜end▁of▁sentence｜>",)
+TABS = "a run of tabs is a byte each: these files name the tab as a byte only"
 TEKKEN = "mistral/tekken_240911.json"
 MISTRAL3 = "mistral/mistral_instruct_tokenizer_240323.model.v3"
 
@@ -139,10 +140,13 @@ CASES: dict[str, Case] = {
         "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True} | theta(1e6), "npm/qwen3", "qwen2", CHATML,
         "Qwen3-Coder.jinja",
     ),
-    "Gemma 2B": Case("gemma", GEMMA | {"hidden_act": "gelu_pytorch_tanh"}, "npm/gemini", None, ("<eos>",)),
+    "Gemma 2B": Case(
+        "gemma", GEMMA | {"hidden_act": "gelu_pytorch_tanh"}, "npm/gemini", None, ("<eos>", "<end_of_turn>"),
+        known={"text": TABS},
+    ),
     "Gemma 2 2B": Case(
         "gemma2", GEMMA | WINDOW | {"query_pre_attn_scalar": 32, "num_hidden_layers": 4}, "npm/gemini", None, (),
-        "google-gemma-2-2b-it.jinja",
+        "google-gemma-2-2b-it.jinja", known={"text": TABS},
     ),
     "Gemma 3 270M": Case("gemma3_text", GEMMA3, "npm/gemma3", None, ("<eos>", "<end_of_turn>"), "own"),
     "Gemma 3 4B": Case(
@@ -158,7 +162,8 @@ CASES: dict[str, Case] = {
     ),
     "Gemma 4 E2B": Case(
         "gemma4_text",
-        GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3},
         "npm/gemma3", None, (), "google-gemma-4-31B-it.jinja",
     ),
     "Gemma 4 26B-A4B": Case(
@@ -292,7 +297,7 @@ CASES: dict[str, Case] = {
         "npm/gpt4o", "kimi-k2", stored={"scoring_func": "sigmoid"},
     ),
     "GPT-2": Case(
-        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}, "ggml/gpt-2", "gpt-2", OWN,
+        "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "max_position_embeddings": 1024}, "ggml/gpt-2", "gpt-2", OWN,
         stored={"n_ctx": 1024},
     ),
     "Pythia 160M": Case(

@@ -14,21 +14,25 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from published.vocabularies import PUBLISHED
 
 LLAMA_CPP, IK = PUBLISHED / "llama.cpp", PUBLISHED / "ik"
 
+SPLIT_BY_CODE = ("kimi-k2",)
+"""The pattern in llama-vocab.cpp stands for code."""
 
-def convert(folder: Path, file: Path, format: str, pre: str | None) -> None:
+
+def convert(folder: Path, file: Path, pre: str | None, stored: dict[str, Any]) -> None:
     """Convert a folder by convert_hf_to_gguf.py.
 
     Args:
         folder: a model that transformers saved.
         file: the GGUF file to write.
-        format: of the tensors: f32, q8_0.
         pre: how the published tokenizer is split: the converter knows published tokenizers by their hash.
+        stored: fields of the published config.json that transformers 5 takes out when it reads them.
 
     Raises:
         Exception: whatever the converter raises.
@@ -38,12 +42,16 @@ def convert(folder: Path, file: Path, format: str, pre: str | None) -> None:
             sys.path.insert(0, str(path))
     script = importlib.import_module("convert_hf_to_gguf")
     base = importlib.import_module("conversion.base")
-    arguments = ["convert", str(folder), "--outfile", str(file), "--outtype", format]
+    arguments = ["convert", str(folder), "--outfile", str(file), "--outtype", "f32"]
+    load = base.ModelBase.load_hparams
     logging.disable(logging.WARNING)
     try:
         with (
             mock.patch.object(sys, "argv", arguments),
             mock.patch.object(base.TextModel, "get_vocab_base_pre", return_value=pre),
+            mock.patch.object(
+                base.ModelBase, "load_hparams", lambda *place, **options: load(*place, **options) | stored
+            ),
         ):
             script.main()
     finally:
