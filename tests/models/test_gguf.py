@@ -264,6 +264,15 @@ def rewritten(path: Path, change: Any, **metadata: Any) -> Path:
     return write_gguf(path, found, tensors)
 
 
+def test_experts_with_normalized_weights_are_chosen_by_sigmoids(tmp_path: Path) -> None:
+    """llama.cpp's converter writes no function for GLM-4.7-Flash."""
+    model = make_folder("deepseek_v3", tmp_path / "hf")
+    path = convert(model, tmp_path / "a.gguf")
+    file = rewritten(path, lambda tensors: None, **{"deepseek2.expert_gating_func": None})
+    assert gguf.open_file(file)[0].config.family == "deepseek_v3"
+    same_logits(model, file)
+
+
 def make_folder_of(name: str, fields: dict[str, Any], folder: Path) -> Any:
     CASES["here"] = (name, fields)
     return make_folder("here", folder)
