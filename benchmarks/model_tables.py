@@ -10,15 +10,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
+import ast
 import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.models import families
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS
@@ -34,16 +35,24 @@ COLUMN = "files of others: logits, text, end, chat"
 
 
 def models() -> str:
-    """Return the table of families: what each is, by the first sentence of its file, and its presets."""
+    """Return the table of families: what each is, by the first sentence of its docstring, and its presets."""
+    described: dict[Any, tuple[str, str]] = {}
+    for path in Path(families.__path__[0]).glob("*.py"):
+        for node, after in pairwise(ast.parse(path.read_text()).body):
+            match node, after:
+                case (
+                    ast.Assign(value=ast.Call(args=args, keywords=keywords)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    types = [*args, *(keyword.value for keyword in keywords if keyword.arg == "model_type")]
+                    sentence = text.split(". ")[0].split(".\n")[0].replace("\n", " ")
+                    described |= {t.value: (sentence, path.name) for t in types if isinstance(t, ast.Constant)}
     rows = [f"| `model_type` | models | presets | file | {COLUMN} |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():
-        file = name.removesuffix("_text")
-        module = importlib.import_module(f"nanoinfer.models.families.{file}")
-        (what, *_) = (inspect.getdoc(module) or "").replace("\n", " ").split(". ")
+        what, file = described[family.model_type]
         presets = ", ".join(f"`{preset}`" for preset, config in PRESETS.items() if config.family == name)
-        assert family.model_type == name
         found = proof(row for row in PUBLISHED.values() if row["family"] == name)
-        rows.append(f"| `{name}` | {what.removesuffix('.')} | {presets} | `models/families/{file}.py` | {found} |")
+        rows.append(f"| `{name}` | {what} | {presets} | `models/families/{file}` | {found} |")
     return "\n".join(rows)
 
 

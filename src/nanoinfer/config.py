@@ -74,7 +74,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence; the first separates documents in training. Empty: the model has no end token."""
     family: str = "gpt2"
-    """Family whose file in models/families reads and writes this model's checkpoints."""
+    """Family (models/families) that reads and writes this model's checkpoints."""
     num_kv_heads: int | None = None
     """Number of heads of keys and values, each shared by several heads of queries; None: n_head."""
     head_size: int | None = None

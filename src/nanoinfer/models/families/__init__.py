@@ -1,58 +1,30 @@
-"""The families of models, one file each, and the table of them."""
+"""The families of models, one file for each lineage, and the table of them."""
 
 from __future__ import annotations
 
 from nanoinfer.models.families import (
-    arcee,
-    bitnet,
     cohere,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    ernie4_5,
-    exaone4,
+    deepseek,
     gemma,
-    gemma2,
-    gemma3,
-    gemma4,
     glm,
-    glm4,
     gpt2,
-    gpt_neox,
     gpt_oss,
-    gptj,
     granite,
-    granitemoe,
-    helium,
     llama,
-    ministral,
-    ministral3,
     mistral,
-    mixtral,
-    nanochat,
     olmo,
-    olmo2,
-    olmo3,
-    olmoe,
-    opt,
     phi,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-    smollm3,
-    stablelm,
-    starcoder2,
-)  # fmt: skip
+    qwen,
+)
 from nanoinfer.models.families.base import Family
 
-_MODULES = (
-    gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, gemma4, olmo2, smollm3, nanochat, starcoder2, gemma, gemma2,
-    phi, phi3, granite, olmo, olmo3, ministral, ministral3, stablelm, glm, glm4, cohere, cohere2, exaone4, ernie4_5,
-    seed_oss, arcee, helium, gptj, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, deepseek_v2, deepseek_v3,
-    opt, bitnet, gpt_oss,
+_FAMILIES = (
+    gpt2.GPT2, gpt2.GPT_NEOX, llama.LLAMA, mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA3, gemma.GEMMA4,
+    olmo.OLMO2, llama.SMOLLM3, llama.NANOCHAT, mistral.STARCODER2, gemma.GEMMA, gemma.GEMMA2, phi.PHI, phi.PHI3,
+    granite.GRANITE, olmo.OLMO, olmo.OLMO3, mistral.MINISTRAL, mistral.MINISTRAL3, llama.STABLELM, glm.GLM, glm.GLM4,
+    cohere.COHERE, cohere.COHERE2, olmo.EXAONE4, llama.ERNIE4_5, llama.SEED_OSS, llama.ARCEE, llama.HELIUM, gpt2.GPTJ,
+    mistral.MIXTRAL, qwen.QWEN2_MOE, qwen.QWEN3_MOE, olmo.OLMOE, granite.GRANITEMOE, deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3, gpt2.OPT, llama.BITNET, gpt_oss.GPT_OSS,
 )  # fmt: skip
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 """By model_type."""

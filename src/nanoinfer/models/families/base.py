@@ -1,6 +1,7 @@
 """What a family of models says: how its config.json is read and written, and the names of its tensors.
 
-A family is one file in this folder and one line in `FAMILIES` (__init__.py). docs/adding-a-family.md goes through one.
+A family is a constant in the file of its lineage, with a docstring, and a member of `FAMILIES` (__init__.py).
+docs/adding-a-family.md goes through one.
 """
 
 from __future__ import annotations
@@ -104,6 +105,31 @@ class Family:
     """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
     to_stored: Callable[[ModelConfig, dict[str, HostTensor]], dict[str, HostTensor]] = lambda config, tensors: tensors
     """The inverse of `from_stored`."""
+
+    def derive(
+        self,
+        model_type: str,
+        architecture: str,
+        fields: Table | None = None,
+        names: Mapping[str, str | tuple[str, ...]] | None = None,
+        fixed: Mapping[str, Any] | None = None,
+        *,
+        without: tuple[str, ...] = (),
+        **others: Any,
+    ) -> Family:
+        """Return a family with the tables of this one, changed and extended by those here, and nothing else of it.
+
+        Args:
+            model_type, architecture, fields, names, fixed: as those of `Family`.
+            without: keys of this one's tables that the family does not have.
+            others: the remaining fields of `Family`.
+        """
+
+        def changed(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
+            return {key: value for key, value in old.items() if key not in without} | dict(new or {})
+
+        tables = changed(self.fields, fields), changed(self.names, names), changed(self.fixed, fixed)
+        return Family(model_type, architecture, *tables, **others)
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.

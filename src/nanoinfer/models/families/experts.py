@@ -10,22 +10,36 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer.config import Experts, ModelConfig
-from nanoinfer.models.families import llama
 from nanoinfer.models.families.fields import Fields
 
-FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "intermediate_size"}
-"""Of families whose intermediate_size is the width of an expert."""
 HARMLESS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # of training
-NAMES = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.c_gate": "mlp.experts.{}.gate_proj",
-    "mlp.experts.c_fc": "mlp.experts.{}.up_proj",
-    "mlp.experts.c_proj": "mlp.experts.{}.down_proj",
-}
-STACKED = {
-    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
-}
+
+
+def parts(prefix: str, gate: str, up: str, down: str) -> tuple[str, ...]:
+    """Return the names of an expert's three matrices."""
+    return tuple(f"{prefix}.{{}}.{name}" for name in (gate, up, down))
+
+
+def names(router: str, parts: tuple[str, ...]) -> dict[str, str]:
+    """Return the names of a layer's router and experts."""
+    ours = ("mlp.router", "mlp.experts.c_gate", "mlp.experts.c_fc", "mlp.experts.c_proj")
+    return dict(zip(ours, (router, *parts), strict=True))
+
+
+def shared(prefix: str) -> dict[str, str]:
+    """Return the names of the expert that all tokens have."""
+    matrices = {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}
+    return {f"mlp.shared.{ours}": f"{prefix}.{theirs}" for ours, theirs in matrices.items()}
+
+
+def stacked(parts: tuple[str, ...], prefix: str = "mlp.experts") -> dict[str, tuple[str, ...]]:
+    """Return the two tensors of all experts of a layer -> their parts, as transformers 5 has them."""
+    return {f"{prefix}.gate_up_proj": parts[:2], f"{prefix}.down_proj": parts[2:]}
+
+
+PARTS = parts("mlp.experts", "gate_proj", "up_proj", "down_proj")
+NAMES = names("mlp.gate", PARTS)
+STACKED = stacked(PARTS)
 """The parameters of transformers 5, which save_pretrained writes with `save_original_format=False`."""
 
 

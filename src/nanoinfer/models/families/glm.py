@@ -1,12 +1,38 @@
-"""GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs.
-
-Source: transformers, models/glm.
-"""
+"""GLM-4 of 2024 and of 2025."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from nanoinfer.models.families import glm4, llama
+from nanoinfer.models.families.base import interleaved
+from nanoinfer.models.families.fields import partial_fields, rotated
+from nanoinfer.models.families.llama import LLAMA
+from nanoinfer.models.families.phi import GATE_UP
 
-FAMILY = replace(glm4.FAMILY, model_type="glm", architecture="GlmForCausalLM", names=llama.NAMES, fixed=llama.FIXED)
+GLM = LLAMA.derive(
+    "glm",
+    "GlmForCausalLM",
+    {
+        "num_key_value_heads": ("num_kv_heads", 2),
+        "head_dim": ("head_size", 128),
+        "rms_norm_eps": ("norm_epsilon", 0.00000015625),
+    },
+    biases={"attention_bias": (("qkv",), True)},
+    read_layers=partial(rotated, share=("partial_rotary_factor", 0.5)),
+    write_layers=partial_fields,
+    order=interleaved,
+    fused=GATE_UP,
+)
+"""GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs. Source: transformers,
+models/glm."""
+
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    names={**GLM.names, "post_1": "post_self_attn_layernorm", "post_2": "post_mlp_layernorm"},
+    fixed={**GLM.fixed, "norm_placement": "both"},
+)
+"""GLM-4 of 2025 (0414): norms on both sides, half of each head rotated, adjacent dimensions in pairs. Source:
+transformers, models/glm4."""

@@ -1,19 +1,14 @@
-"""gpt-oss: experts with biases and a clamped gate, sinks in attention, windows in every other layer.
-
-Sources: transformers, models/gpt_oss; the model card (arXiv 2508.10925).
-"""
+"""gpt-oss."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from nanoinfer.config import Experts, ModelConfig
-from nanoinfer.models.families import experts, llama
-from nanoinfer.models.families.base import Family
+from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rotated, window_fields
+from nanoinfer.models.families.llama import LLAMA
 
-_GATE, _UP, _DOWN = (f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))  # parts of these
-_FUSED = {"mlp.experts.gate_up_proj": (_GATE, _UP), "mlp.experts.down_proj": (_DOWN,)}
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -35,30 +30,26 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     return fields | {"rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
 
 
-FAMILY = Family(
+GPT_OSS = LLAMA.derive(
     "gpt_oss",
     "GptOssForCausalLM",
-    {theirs: ours for theirs, ours in experts.FIELDS.items() if theirs != "hidden_act"}
-    | {
+    {
         "num_key_value_heads": ("num_kv_heads", 8),
         "head_dim": ("head_size", 64),
         "rms_norm_eps": ("norm_epsilon", 1e-5),
     },
-    llama.NAMES
-    | {
-        "attn.sinks": "self_attn.sinks",
-        "mlp.router": "mlp.router",
-        "mlp.experts.c_gate": _GATE,
-        "mlp.experts.c_fc": _UP,
-        "mlp.experts.c_proj": _DOWN,
-    },
-    llama.FIXED | {"activation": "clamped_silu", "sinks": True},
+    experts.NAMES | {"attn.sinks": "self_attn.sinks", "mlp.router": "mlp.router"},
+    {"activation": "clamped_silu", "sinks": True},
+    without=("intermediate_size", "hidden_act"),
     biases={"attention_bias": (("qkv", "proj"), True)},
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     harmless=(*experts.HARMLESS, "experts_per_token", "initial_context_length"),
     read_layers=_read_layers,
     write_layers=_write_layers,
-    transposed=frozenset(_FUSED),
-    fused=_FUSED,
+    transposed=frozenset(experts.STACKED),
+    fused=experts.STACKED,
     alternating=True,
 )
+"""gpt-oss: experts with biases and a clamped gate, sinks in attention, windows in every other layer.
+
+Sources: transformers, models/gpt_oss; the model card (arXiv 2508.10925)."""

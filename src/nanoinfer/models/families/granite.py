@@ -1,42 +1,66 @@
-"""Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits.
-
-Source: transformers, models/granite.
-"""
+"""Granite 3, dense and with experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nanoinfer.config import ModelConfig
-from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family
+from nanoinfer.config import Experts, ModelConfig
+from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated
+from nanoinfer.models.families.llama import ATTENTION_BIAS, BIASES, LLAMA
 
-_FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "head_dim"}
 
-
-def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
+def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
     """Return the layers, and the factor of the final hidden states."""
     return rotated(f, config) | {"final_scale": 1.0 / f.number("logits_scaling", 1.0)}
 
 
-def write_layers(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_layers` reads."""
+def _write_layers(config: ModelConfig) -> dict[str, Any]:
     return rope_fields(config) | {"logits_scaling": round(1.0 / (config.final_scale or 1.0), 9)}
 
 
-FAMILY = Family(
+GRANITE = LLAMA.derive(
     "granite",
     "GraniteForCausalLM",
-    _FIELDS
-    | {
+    {
         "attention_multiplier": ("attention_scale", 1.0),
         "embedding_multiplier": ("embedding_scale", 1.0),
         "residual_multiplier": ("residual_scale", 1.0),
     },
-    llama.NAMES,
-    llama.FIXED,
-    biases=llama.BIASES,
-    read_layers=read_layers,
-    write_layers=write_layers,
+    without=("head_dim",),
+    biases=BIASES,
+    read_layers=_read_layers,
+    write_layers=_write_layers,
 )
+"""Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits. Source: transformers,
+models/granite."""
+
+_PARTS = experts.parts("block_sparse_moe.experts", "gate", "up", "down")  # of these the stored tensors are made
+_ROUTER = "block_sparse_moe.router.layer"
+
+
+def _read_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", 2)
+    mixture = Experts(experts.num_experts(f, 8), chosen, width, normalize=True)
+    return experts.with_experts(_read_layers(f, config), mixture)
+
+
+def _write_moe(config: ModelConfig) -> dict[str, Any]:
+    fields = experts.width_fields(config, count="num_local_experts", width="intermediate_size")
+    return _write_layers(config) | fields
+
+
+GRANITEMOE = GRANITE.derive(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    names=experts.names(_ROUTER, _PARTS),
+    without=("intermediate_size",),
+    biases=ATTENTION_BIAS,
+    harmless=experts.HARMLESS,
+    read_layers=_read_moe,
+    write_layers=_write_moe,
+    fused={"block_sparse_moe.input_linear": _PARTS[:2], "block_sparse_moe.output_linear": _PARTS[2:]},
+    read_fused={"block_sparse_moe.router": (_ROUTER,)} | experts.stacked(_PARTS, "block_sparse_moe.experts"),
+)
+"""Granite 3 with experts: Granite's factors; the experts of a layer are two tensors. Source: transformers,
+models/granitemoe."""

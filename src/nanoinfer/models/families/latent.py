@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 from nanoinfer.config import Experts, Latent, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.stored import ChangedTensor, StoredTensor
-from nanoinfer.models.families import experts, llama
+from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 from nanoinfer.models.families.frequencies import magnitude
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_float
 
-FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs not in ("num_key_value_heads", "head_dim")}
-FIXED = llama.FIXED | {"head_size": 1}  # until `read_layers` knows it
 ONLY = {"attention_bias": (False,), "moe_layer_freq": (1,), "pretraining_tp": (1, None)}
 HARMLESS = (
     *experts.HARMLESS, "num_key_value_heads", "head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux",
 )  # fmt: skip
 _KV, _KEYS, _VALUES = (f"self_attn.kv_b_proj{end}" for end in ("", ".keys", ".values"))
 _CORRECTION = "mlp.gate.e_score_correction"
-NAMES = llama.NAMES | experts.NAMES | {
+NAMES: dict[str, str | tuple[str, ...]] = {
+    **experts.NAMES,
+    **experts.shared("mlp.shared_experts"),
     "attn.c_attn": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     "attn.q_norm": "self_attn.q_a_layernorm",
     "attn.q_b": "self_attn.q_b_proj",
@@ -39,10 +39,7 @@ NAMES = llama.NAMES | experts.NAMES | {
     "attn.k_b": _KEYS,
     "attn.v_b": _VALUES,
     "mlp.correction": _CORRECTION,
-    "mlp.shared.c_gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.c_fc": "mlp.shared_experts.up_proj",
-    "mlp.shared.c_proj": "mlp.shared_experts.down_proj",
-}  # fmt: skip
+}
 _SIZES = {
     "kv_lora_rank": ("rank", 512),
     "qk_rope_head_dim": ("rotary_dim", 64),

@@ -1,40 +1,208 @@
-"""Llama 2 and 3.x, SmolLM, SmolLM2, TinyLlama. Source: transformers, models/llama.
-
-Most other families are this one with changes, and take its tables.
-"""
+"""Llama, whose tables most other families take with changes, and those descendants that have no file of their own."""
 
 from __future__ import annotations
 
-from nanoinfer.models.families.base import Biases, Family, Table
+from functools import partial
+from typing import Any
 
-FIELDS: Table = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "block_size",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "num_key_value_heads": ("num_kv_heads", None),
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "head_dim": ("head_size", None),
-    "hidden_act": ("activation", "silu"),
-    "rms_norm_eps": ("norm_epsilon", 1e-6),
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-}
-FIXED = {"norm": "rms", "gated_mlp": True, "learned_positions": False}
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.models.families.base import Biases, Family, interleaved, within_heads
+from nanoinfer.models.families.fields import Fields, partial_fields, rotated, window_fields
+
 ATTENTION_BIAS: Biases = {"attention_bias": (("qkv", "proj"), False)}
 BIASES: Biases = {**ATTENTION_BIAS, "mlp_bias": (("mlp",), False)}
-NAMES: dict[str, str | tuple[str, ...]] = {
-    "wte": "model.embed_tokens",
-    "ln_f": "model.norm",
-    "lm_head": "lm_head",
-    "ln_1": "input_layernorm",
-    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.c_proj": "self_attn.o_proj",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_gate": "mlp.gate_proj",
-    "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}
 QK_NORM = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
-FAMILY = Family("llama", "LlamaForCausalLM", FIELDS, NAMES, FIXED, biases=BIASES, only={"pretraining_tp": (1, None)})
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": ("num_kv_heads", None),
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "head_dim": ("head_size", None),
+        "hidden_act": ("activation", "silu"),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        "tie_word_embeddings": ("tie_word_embeddings", False),
+    },
+    {
+        "wte": "model.embed_tokens",
+        "ln_f": "model.norm",
+        "lm_head": "lm_head",
+        "ln_1": "input_layernorm",
+        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.c_proj": "self_attn.o_proj",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_gate": "mlp.gate_proj",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    },
+    {"norm": "rms", "gated_mlp": True, "learned_positions": False},
+    biases=BIASES,
+    only={"pretraining_tp": (1, None)},
+)
+"""Llama 2 and 3.x, SmolLM, SmolLM2, TinyLlama. Source: transformers, models/llama."""
+
+ARCEE = LLAMA.derive(
+    "arcee",
+    "ArceeForCausalLM",
+    {"hidden_act": ("activation", "relu2"), "rms_norm_eps": ("norm_epsilon", 1e-5)},
+    fixed={"gated_mlp": False},
+    without=("mlp.c_gate",),
+    biases=BIASES,
+)
+"""Arcee (AFM): Llama whose MLP has squared ReLU and no gate. Source: transformers, models/arcee."""
+
+
+def _read_bitnet(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    f.only("head_dim", config.head_dim, None)
+    return rotated(f, config, theta=500000.0)
+
+
+BITNET = LLAMA.derive(
+    "bitnet",
+    "BitNetForCausalLM",
+    {
+        "num_key_value_heads": ("num_kv_heads", 5),
+        "hidden_act": ("activation", "relu2"),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+    },
+    {"attn.sub_norm": "self_attn.attn_sub_norm", "mlp.sub_norm": "mlp.ffn_sub_norm"},
+    {"sub_norms": True},
+    without=("head_dim",),
+    biases=ATTENTION_BIAS,
+    read_layers=_read_bitnet,
+)
+"""BitNet b1.58: Llama with norms inside attention and MLP, squared ReLU, and inputs of 8 bits if the config quantizes.
+
+What rounds the inputs is not of the family: `quantization_config` asks for it (hf_config.py). Source: transformers,
+models/bitnet."""
+
+ERNIE4_5 = LLAMA.derive(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    {
+        "num_key_value_heads": ("num_kv_heads", 2),
+        "head_dim": ("head_size", 128),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "tie_word_embeddings": ("tie_word_embeddings", True),
+    },
+    biases={"use_bias": (("qkv", "proj", "mlp"), False)},
+    read_layers=partial(rotated, theta=500000.0),
+    order=interleaved,
+)
+"""ERNIE 4.5 (dense): Llama that rotates adjacent dimensions. Source: transformers, models/ernie4_5."""
+
+HELIUM = LLAMA.derive(
+    "helium",
+    "HeliumForCausalLM",
+    {
+        "num_key_value_heads": ("num_kv_heads", 20),
+        "head_dim": ("head_size", 128),
+        "rms_norm_eps": ("norm_epsilon", 1e-8),
+    },
+    biases={"attention_bias": (("qkv",), False), "mlp_bias": (("mlp",), False)},
+    read_layers=partial(rotated, theta=100000.0),
+    order=interleaved,
+)
+"""Helium: Llama that rotates adjacent dimensions. Source: transformers, models/helium."""
+
+
+def _halves_swapped(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
+    if part != "attn.c_attn":
+        return None
+    return within_heads(config, np.roll(np.arange(config.head_dim), config.head_dim // 2))
+
+
+NANOCHAT = LLAMA.derive(
+    "nanochat",
+    "NanoChatForCausalLM",
+    {"hidden_act": ("activation", "relu2"), "final_logit_softcapping": ("logits_softcap", 15.0)},
+    {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
+    {"gated_mlp": False, "norm_weight": "none", "embedding_norm": True, "qk_norm": "head"},
+    without=("head_dim", "mlp.c_gate"),
+    biases=ATTENTION_BIAS,
+    harmless=("head_dim",),
+    order=_halves_swapped,
+)
+"""nanochat: norms without weights, squared ReLU, a soft cap of the logits. Source: transformers, models/nanochat.
+
+nanochat rotates in the other direction: (a, b) becomes (a cos + b sin, b cos - a sin). Swapping the halves of each head
+of queries and keys makes that the usual rotation, and does not change the scores.
+"""
+
+SEED_OSS = LLAMA.derive(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    {"num_key_value_heads": ("num_kv_heads", 8), "head_dim": ("head_size", 128)},
+    biases={
+        "attention_bias": (("qkv",), True),
+        "attention_out_bias": (("proj",), False),
+        "mlp_bias": (("mlp",), False),
+    },
+    only={"pretraining_tp": (1, None)},
+    harmless=("residual_dropout",),
+)
+"""Seed-OSS: Llama with biases on queries, keys and values. Source: transformers, models/seed_oss."""
+
+
+def _read_smollm3(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Return the layers: those with a 0 in no_rope_layers have no positions, and a window if there is one."""
+    n_layer, interval = config.n_layer, f.integer("no_rope_layer_interval", 4)
+    turns = f.get("no_rope_layers")
+    if turns is None:
+        turns = [int((i + 1) % interval != 0) for i in range(n_layer)]
+    if not isinstance(turns, list) or len(turns) != n_layer or any(r not in (0, 1) for r in turns):
+        raise f.error("no_rope_layers", f"is not a list of 0 and 1 for {n_layer} layers")
+    used, window = f.flag("use_sliding_window", False), f.window("sliding_window", None)
+    window = window if used else None
+    windows = f.windows(n_layer, window, lambda i: window is not None and not turns[i])
+    rotary = f.rotary(config, 2000000.0)
+    return {"layers": tuple(LayerKind(w, rotary if turn else None) for w, turn in zip(windows, turns, strict=True))}
+
+
+def _write_smollm3(config: ModelConfig) -> dict[str, Any]:
+    return window_fields(config) | {"no_rope_layers": [int(kind.rotary is not None) for kind in config.layers]}
+
+
+SMOLLM3 = LLAMA.derive(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    {"num_key_value_heads": ("num_kv_heads", 4), "tie_word_embeddings": ("tie_word_embeddings", True)},
+    biases=BIASES,
+    read_layers=_read_smollm3,
+    write_layers=_write_smollm3,
+)
+"""SmolLM3: Llama whose every fourth layer has no positions. Source: transformers, models/smollm3."""
+
+
+def _read_stablelm(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    layers = rotated(f, config, share=("partial_rotary_factor", 0.25))
+    return layers | ({"norm_placement": "shared"} if config.parallel_residual else {})
+
+
+STABLELM = LLAMA.derive(
+    "stablelm",
+    "StableLmForCausalLM",
+    {
+        "num_key_value_heads": ("num_kv_heads", 32),
+        "layer_norm_eps": ("norm_epsilon", 1e-5),
+        "use_parallel_residual": ("parallel_residual", False),
+    },
+    without=("head_dim", "rms_norm_eps", "norm"),
+    biased=("norm",),
+    biases={"use_qkv_bias": (("qkv",), False)},
+    only={"qk_layernorm": (False,)},
+    harmless=("hidden_dropout",),
+    read_layers=_read_stablelm,
+    write_layers=partial_fields,
+)
+"""StableLM: layer norms, a gated MLP, rotary positions on a share of each head. Source: transformers,
+models/stablelm."""
