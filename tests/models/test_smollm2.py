@@ -53,7 +53,8 @@ def test_the_config_is_that_of_the_model() -> None:
     )
     assert config.layers[0].rotary is not None
     assert (config.layers[0].rotary.base, config.layers[0].rotary.dim) == (100000.0, 64)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 0))  # <|im_end|>, <|endoftext|>
+    assert config.bos_token_id == 1
+    assert config.eos_token_ids == (2, 0, 4)  # <|im_end|>, <|endoftext|>, <reponame>: as in llama.cpp
     assert weights.stored_dtype == "float32"
 
 
