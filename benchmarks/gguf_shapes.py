@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import Experts, ModelConfig
-from nanoinfer.models.checkpoints import gguf_export
-from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS
 

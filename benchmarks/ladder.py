@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints.load import load_tokenizer
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.checkpoints.load import load_tokenizer
 
 ROUNDS = 3
 PROMPT = "ROMEO:"

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoinfer import LLM
+from nanoinfer.checkpoints.load import is_gguf
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
-from nanoinfer.models.checkpoints.load import is_gguf
 from nanoinfer.models.gpt import GPT
 from nanoinfer.training.data import split_texts
 from nanoinfer.training.train_config import TrainConfig

@@ -33,15 +33,17 @@ from numpy.typing import NDArray
 from vs_llamacpp import LlamaCpp
 
 from nanoinfer import LLM
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES
+from nanoinfer.checkpoints.load import load_model
+from nanoinfer.checkpoints.weights import Calibration, Weights
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.calibrate import calibrate
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import gguf, gguf_export, packed
-from nanoinfer.models.checkpoints.gguf_architectures import ARCHITECTURES
-from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.checkpoints.weights import Calibration, Weights
 from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training.data import split_texts
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import HostTensor

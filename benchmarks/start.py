@@ -74,9 +74,9 @@ _WRITE_FOLDER = """
 import sys
 from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.tokenizers import to_json
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.load import load_model
+from nanoinfer.tokenizers.tokenizer import to_json
 loaded = load_model(sys.argv[1])
 if loaded.tokenizer is None:
     tokens, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), []

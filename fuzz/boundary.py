@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from choices import ANY, NUMBERS, Choices
 
-from nanoinfer.models.checkpoints import gguf_formats
+from nanoinfer.checkpoints.gguf import formats as gguf_formats
 
 ERRORS = (ValueError, IndexError, TypeError, OverflowError, MemoryError)
 V, T, C, MLP = 21, 24, 8, 32

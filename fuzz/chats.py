@@ -27,11 +27,11 @@ from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate
 from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
-from nanoinfer.models import chat_template
-from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured import grammars
 from nanoinfer.structured.vocabulary import special_tokens
+from nanoinfer.tokenizers import chat_template
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 CPU_SEC = 0.5
 chat_template.CPU_SEC = response_template.CPU_SEC = CPU_SEC

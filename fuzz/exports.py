@@ -13,14 +13,15 @@ from gguf_format import PARTS
 from seeds import TINY, trained
 
 from nanoinfer import NanoinferError
+from nanoinfer.checkpoints import huggingface, packed
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.load import LoadedModel, load_model
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, EngineLimits, LayerKind, Rotary
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import gguf_export, huggingface, packed
-from nanoinfer.models.checkpoints.load import LoadedModel, load_model
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
+from nanoinfer.tokenizers import tokenizer as tokenizers
 
 TEXT = "a bad cab\n fed 12 \u00e9 \U0001f600 x"
 LLAMA = replace(

@@ -12,7 +12,7 @@ from typing import Any
 
 from mutate import MAGIC, MAX_BYTES, mutate_bytes
 
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS
+from nanoinfer.checkpoints.gguf.formats import FORMATS
 
 STRING, ARRAY = 8, 9
 PARTS = ("model-00001-of-00002.gguf", "model-00002-of-00002.gguf")

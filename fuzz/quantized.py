@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load, save
 from seeds import TINY
 
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import LayerKind, Rotary
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 
 CONFIG = replace(

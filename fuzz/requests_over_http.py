@@ -8,17 +8,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import tokenizers as hf
 from chat_seeds import HERMES
 from exports import LLAMA
 from seeds import trained
 
+import tokenizers as hf
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.batch.lines import LineReader
 from nanoinfer.batch.output import open_output
 from nanoinfer.batch.run import BatchOptions, BatchRunner
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig

@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers as hf
 import torch
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+import tokenizers as hf
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
+from nanoinfer.checkpoints import huggingface, nanochat
+from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.checkpoints import huggingface, nanochat
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import init_weights, weights_of
+from nanoinfer.speculative import draft_head
+from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import loop
 from nanoinfer.training.train_config import TrainConfig
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 CHARS = "\n abcdefgh\u00e9\U0001f600"
 TINY = ModelConfig(vocab_size=len(CHARS), block_size=8, n_layer=1, n_head=2, n_embd=4, bos_token_id=0)
@@ -53,8 +54,8 @@ def packed_folder(weights: str = "int8") -> dict[str, bytes]:
     """Return the files of a tiny model with packed weights: name -> content."""
     from tempfile import TemporaryDirectory
 
-    from nanoinfer.models.checkpoints import packed
-    from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.checkpoints import packed
+    from nanoinfer.checkpoints.load import load_model
 
     with TemporaryDirectory() as source, TemporaryDirectory() as folder:
         for name, content in model_folder().items():
@@ -69,9 +70,9 @@ def exported() -> list[bytes]:
     """Return GGUF files as `nanoinfer export` writes them: a Llama in Q4_K_M and a GPT-2 in Q8_0, with tokenizers."""
     from tempfile import TemporaryDirectory
 
-    from nanoinfer.models.checkpoints import gguf_export
-    from nanoinfer.models.checkpoints.load import LoadedModel
-    from nanoinfer.models.checkpoints.weights import Weights
+    from nanoinfer.checkpoints.gguf import export as gguf_export
+    from nanoinfer.checkpoints.load import LoadedModel
+    from nanoinfer.checkpoints.weights import Weights
     from nanoinfer.models.parameters import initialize
 
     tokenizer, made = tokenizers.from_json(trained()["bpe"], "bpe"), []

@@ -62,13 +62,14 @@ from seeds import (
 from nanoinfer import LLM, NanoinferError, SamplingParams, config
 from nanoinfer.bench import results, table
 from nanoinfer.bench.case import Case
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.checkpoints import packed
-from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
-from nanoinfer.models.fingerprint import fingerprint
+from nanoinfer.speculative import draft_head
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.fingerprint import fingerprint
 from nanoinfer.training import loop
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.state import STATE

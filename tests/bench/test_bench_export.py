@@ -15,9 +15,9 @@ from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.peers import export_once
 from nanoinfer.bench.peers.llamacpp import QUANT_BLOCK, export_gguf
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.checkpoints import gguf
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.presets import PRESETS
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)

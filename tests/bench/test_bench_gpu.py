@@ -619,7 +619,7 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
 
 def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.bench import model_folders
-    from nanoinfer.models.checkpoints import huggingface, load
+    from nanoinfer.checkpoints import huggingface, load
 
     written: list[str] = []
     monkeypatch.setattr(load, "load_model", lambda model: SimpleNamespace(take=lambda: model))
@@ -633,7 +633,7 @@ def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_random_models_are_kept_for_other_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from nanoinfer.bench import model_folders
-    from nanoinfer.models.checkpoints import load
+    from nanoinfer.checkpoints import load
 
     made: list[str] = []
     original = load.load_model

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints.gguf.file import read_gguf
+from nanoinfer.checkpoints.gguf.model import open_file
+from nanoinfer.checkpoints.packed import FILE, open_folder
+from nanoinfer.checkpoints.weights import POSITIONS
 from nanoinfer.cli.app import run
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.checkpoints.gguf import open_file
-from nanoinfer.models.checkpoints.gguf_file import read_gguf
-from nanoinfer.models.checkpoints.packed import FILE, open_folder
-from nanoinfer.models.checkpoints.stored import read_with_metadata
-from nanoinfer.models.checkpoints.weights import POSITIONS
+from nanoinfer.models.stored import read_with_metadata
 
 pytestmark = pytest.mark.skipif(ENGINES["native"].unavailable() is not None, reason="the native extension is not built")
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

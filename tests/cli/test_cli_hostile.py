@@ -95,7 +95,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 def test_hostile_options(
     group: int, num_pairs: int, call: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from nanoinfer.models.checkpoints import hub
+    from nanoinfer.checkpoints import hub
 
     def offline(name: str) -> Path:
         raise app.NanoinferError(f"model {name[:50]!r} is not on the Hub")

@@ -20,13 +20,13 @@ import torch
 from helpers.cli import Run
 from helpers.models import CHARS, TINY, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.cli.generate import split_lines
 from nanoinfer.cli.terminal import finite_json
 from nanoinfer.cli.values import parse_size, unescape
 from nanoinfer.errors import ResultError
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 GREEDY = ("--max-tokens", 5, "--temperature", 0)
 

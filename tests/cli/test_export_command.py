@@ -11,8 +11,8 @@ import pytest
 
 from helpers.models import CHARS, make_folder
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints.gguf.file import read_gguf
 from nanoinfer.cli.app import run
-from nanoinfer.models.checkpoints.gguf_file import read_gguf
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -136,7 +136,7 @@ sys.exit(run(["export", "shakespeare", sys.argv[1], "--format", "Q4_K_M"]))
 INTERRUPTED = """
 import os, signal, sys
 from nanoinfer.cli.app import run
-from nanoinfer.models.checkpoints import gguf_export
+from nanoinfer.checkpoints import gguf_export
 write = gguf_export._write
 def interrupted(*arguments):
     write(*arguments)

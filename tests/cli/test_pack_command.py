@@ -14,10 +14,10 @@ from helpers.errors import refuses
 from helpers.models import CHARS, make_folder, make_model
 from helpers.packed import GREEDY, TEXT, pack
 from nanoinfer import LLM
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.gpt_loading import weights_of
 from nanoinfer.cli.app import run
-from nanoinfer.models.checkpoints import packed
-from nanoinfer.models.gpt_loading import weights_of
-from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 
 def test_a_folder_with_files_is_not_changed(tmp_path: Path, tiny_folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_model_without_a_tokenizer(
 INTERRUPTED = """
 import os, signal, sys
 from nanoinfer.cli.app import run
-from nanoinfer.models.checkpoints import packed
+from nanoinfer.checkpoints import packed
 write = packed._write_pieces
 def interrupted(file, *arguments):
     def interrupt(done, total):

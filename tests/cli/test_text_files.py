@@ -16,7 +16,7 @@ from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer.bench import prompts
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.models.tokenizers import from_file
+from nanoinfer.tokenizers.tokenizer import from_file
 from nanoinfer.training import data
 
 TEXT = "\ufeffa\r\nb\rc\n\nd \u2028é\x0b\t\x85x"

@@ -15,6 +15,7 @@ from helpers.engines import GREEDY, naive_greedy, prompt
 from helpers.models import TINY, make_limits, make_model, submit
 from helpers.overlap import TorchSampler
 from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.config import EngineLimits
 from nanoinfer.core import overlap
 from nanoinfer.core.core import Core
@@ -23,7 +24,6 @@ from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
-from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.room import Room

@@ -17,12 +17,12 @@ from helpers.batch import run_on
 from helpers.drafters import FailingDrafter
 from helpers.models import CHARS, make_folder, make_model, weights_of
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.kv.plan import kv_block_bytes
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 ENGINES = [name for name, spec in registry.ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
 PROMPTS = ["To be", "or not", "a", "GHOST", "xyz"]

@@ -33,7 +33,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="session")
 def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
     """Return the reference model of a case, which test_families.py compares with the one of transformers."""
-    from nanoinfer.models.checkpoints.huggingface import open_folder
-    from nanoinfer.models.gpt_loading import load_gpt
+    from nanoinfer.checkpoints.gpt_loading import load_gpt
+    from nanoinfer.checkpoints.huggingface import open_folder
 
     return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, load_gpt, make_weights
+from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.quantize import quantize
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.calibrate import calibrate
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS
-from nanoinfer.models.checkpoints.gguf_quantize import quantize
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.models.tokenizers import CharTokenizer
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 from nanoinfer.utils.arrays import HostTensor
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")

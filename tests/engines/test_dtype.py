@@ -9,12 +9,12 @@ import pytest
 
 from helpers.models import CHARS, TINY, make_weights
 from nanoinfer import LLM
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.core import build
 from nanoinfer.engines import devices
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 ALL = ("float32", "bfloat16", "float16")
 OLD = ("float32", "float16")  # GPUs before Ampere

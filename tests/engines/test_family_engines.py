@@ -20,22 +20,22 @@ from helpers.engines import generate, make_engine, naive_greedy
 from helpers.families import CASES
 from helpers.models import TINY, make_limits, make_weights
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.gpt_loading import load_gpt, weights_of
+from nanoinfer.checkpoints.huggingface import open_folder
+from nanoinfer.checkpoints.weights import has_format
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import draft_head
-from nanoinfer.models.checkpoints import packed
-from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.checkpoints.weights import has_format
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt, weights_of
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.speculative import draft_head
 from nanoinfer.utils.arrays import to_numpy
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

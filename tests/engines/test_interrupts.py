@@ -23,9 +23,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.entrypoints.streams import Ownership
-from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=4),

@@ -16,6 +16,7 @@ from helpers.environment import INTERPRETED
 from helpers.errors import refuses
 from helpers.models import make_limits
 from nanoinfer import SamplingParams
+from nanoinfer.checkpoints.gpt_loading import weights_of
 from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
@@ -24,7 +25,6 @@ from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import weights_of
 from nanoinfer.models.parameters import shapes
 from nanoinfer.roofline.arithmetic import decode, extend
 from nanoinfer.roofline.formats import FORMATS

@@ -9,11 +9,11 @@ import pytest
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import LAYOUTS, plan_limits
-from nanoinfer.models.checkpoints import packed
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.presets import PRESETS
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)

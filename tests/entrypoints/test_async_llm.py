@@ -40,9 +40,9 @@ from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.entrypoints.async_requests import AsyncRequest
 from nanoinfer.errors import QueueFull
 from nanoinfer.inputs.chat import ChatFormatter
-from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.outputs import Logprob
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils.arrays import to_numpy
 
 PROMPTS = ["To be", "or not", "a", "GHOST", "xyz"]

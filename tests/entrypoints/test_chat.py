@@ -21,11 +21,11 @@ from helpers.models import TINY, make_folder, make_model, submit
 from helpers.overlap import make_core
 from helpers.tools import TWO
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.entrypoints.conversation import Conversation
 from nanoinfer.inputs.tools import as_tools
 from nanoinfer.kv.plan import kv_block_bytes
-from nanoinfer.models.checkpoints.load import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

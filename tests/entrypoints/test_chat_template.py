@@ -15,8 +15,8 @@ import pytest
 
 from helpers.chat_templates import TEMPLATES
 from helpers.errors import refuses
-from nanoinfer.models import chat_template
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers import chat_template
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils import limited_process
 
 SYSTEM = [{"role": "system", "content": "Answer <b>shortly</b>."}]

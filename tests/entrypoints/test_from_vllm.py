@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers as hf
 import torch
 
+import tokenizers as hf
 from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_folder, make_model, submit
@@ -33,9 +33,10 @@ from nanoinfer import (
     StructuredOutputsParams,
 )
 from nanoinfer.entrypoints.vllm_names import FOREIGN
-from nanoinfer.models import special_tokens, tokenizers
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.tokenizers import special_tokens
+from nanoinfer.tokenizers import tokenizer as tokenizers
 
 PAGE = (ROOT / "docs" / "from-vllm.md").read_text()
 ROWS = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.splitlines() if line.startswith("| ")]

@@ -19,7 +19,7 @@ from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.entrypoints.async_llm import LONG_TEXT
-from nanoinfer.models import tokenizers
+from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.utils import processes
 
 LONG = "To be, or not to be: " * (LONG_TEXT // 10)

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers as hf
 import torch
-from tokenizers import processors
 
+import tokenizers as hf
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from helpers.environment import ROOT
@@ -26,11 +25,13 @@ from nanoinfer import LLM, AsyncLLM, PoolingParams, ResultError, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import QueueFull
-from nanoinfer.models import pooling, special_tokens
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.models import pooling
 from nanoinfer.models.pooling import Pooling
-from nanoinfer.models.tokenizers import from_core
+from nanoinfer.tokenizers import special_tokens
+from nanoinfer.tokenizers.chat_template import ChatTemplate
+from nanoinfer.tokenizers.tokenizer import from_core
 from nanoinfer.utils.files import write_folder
+from tokenizers import processors
 
 RAW = PoolingParams(normalize=False)
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]

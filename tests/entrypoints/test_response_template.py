@@ -14,13 +14,13 @@ import pytest
 from helpers.chat import chat_folder
 from helpers.response_templates import CALL, TEMPLATES, random_answer, random_pieces
 from nanoinfer import LLM
+from nanoinfer.checkpoints import chat_files
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.response_template import ResponseTemplate
 from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.models.checkpoints import chat_files
-from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 
 PROPERTIES = {"n": {"type": "integer"}, "s": {"type": "string"}, "on": {"type": ["boolean", "null"]}}

@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tokenizers as hf
 
+import tokenizers as hf
 from helpers.chat import HI, chat_folder
 from helpers.errors import refuses
 from helpers.models import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import special_tokens, tokenizers
+from nanoinfer.tokenizers import special_tokens
+from nanoinfer.tokenizers import tokenizer as tokenizers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 ENGINES_HERE = [name for name, spec in ENGINES.items() if "cpu" in spec.devices and name != "compiled"]

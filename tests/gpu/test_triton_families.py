@@ -20,6 +20,8 @@ from helpers.errors import refuses
 from helpers.families import CASES
 from helpers.models import make_limits
 from helpers.recorded import FakeRecorder
+from nanoinfer.checkpoints.gpt_loading import load_gpt
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
@@ -29,9 +31,7 @@ from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.engines.triton_modules import FusedLinear, FusedStack
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.sampling_params import SamplingParams
 
 pytestmark = [

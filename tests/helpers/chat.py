@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers as hf
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from helpers.chat_templates import CHATML
 from helpers.models import make_weights
-from nanoinfer.models.checkpoints import hf_config, huggingface
+from nanoinfer.checkpoints import hf_config, huggingface
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "hidden_act": "silu",

@@ -104,7 +104,7 @@ PATCHES = {
     "nanoinfer.engines.devices": patch_devices,
     "nanoinfer.bench.backends": patch_backends,
     "nanoinfer.roofline.measure": patch_measure,
-    "nanoinfer.models.checkpoints.load": patch_load,
+    "nanoinfer.checkpoints.load": patch_load,
 }
 
 

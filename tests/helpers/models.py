@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineLimits, ModelConfig
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import shapes
-from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.tokenizers.tokenizer import char_to_json
 from nanoinfer.utils.arrays import HostTensor
 
 if TYPE_CHECKING:  # the core imports the extension, which conftest.py must choose before
@@ -40,7 +40,7 @@ def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> G
 
 
 def load_gpt(weights: Weights) -> GPT:
-    from nanoinfer.models import gpt_loading  # only if a test needs the reference model: it imports torch
+    from nanoinfer.checkpoints import gpt_loading  # only if a test needs the reference model: it imports torch
 
     return gpt_loading.load_gpt(weights)
 
@@ -53,7 +53,7 @@ def load_folder(folder: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig]
 
 def weights_of(gpt: GPT) -> Weights:
     """Return a model's weights in the form that engines take."""
-    from nanoinfer.models import gpt_loading
+    from nanoinfer.checkpoints import gpt_loading
 
     return gpt_loading.weights_of(gpt)
 

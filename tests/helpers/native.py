@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from helpers.models import TINY, make_model
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models.checkpoints.weights import Weights
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from helpers.models import CHARS, TINY, make_model
 from nanoinfer import SamplingParams
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.gpt_loading import weights_of
 from nanoinfer.config import ModelConfig
-from nanoinfer.models.checkpoints import packed
-from nanoinfer.models.gpt_loading import weights_of
-from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 TEXT = [5, 1, 7, 30, 2, 9, 44]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from nanoinfer.config import EngineLimits, ModelConfig, SchedulerConfig
 from nanoinfer.engines.base import Handle
 from nanoinfer.engines.sequences import Sequences
-from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
 IDS = itertools.count()
 

@@ -8,12 +8,12 @@ from nanoinfer import SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.base import Engine
-from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import StepCosts, StepTimes
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
 FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it, so any proposal is worth it
 

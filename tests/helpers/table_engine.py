@@ -10,9 +10,9 @@ from torch import Tensor
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
-from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import Sampled, sample
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
 CHARS = "abcdefgh"
 V = len(CHARS)

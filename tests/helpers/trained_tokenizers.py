@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import tokenizers as hf
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-
-from nanoinfer.models.tokenizers import ByteLevelTokenizer, Tokenizer, from_json
+from nanoinfer.tokenizers.tokenizer import ByteLevelTokenizer, Tokenizer, from_json
 from nanoinfer.training.data import train_bpe
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 TEXTS = [
     "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer",

@@ -9,7 +9,7 @@ import pytest
 from helpers.answers import DETECTED, TEMPLATES, template
 from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 TURN_ENDS = ("<|end|>",)
 

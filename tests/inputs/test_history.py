@@ -12,7 +12,7 @@ from helpers.errors import refuses
 from nanoinfer.inputs.answers.detect import detect
 from nanoinfer.inputs.history import History
 from nanoinfer.inputs.messages import as_conversation
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 
 def fit(source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from nanoinfer.inputs.answers.format import JSON_IN_MARKERS
 from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate
 from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.models import chat_template
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers import chat_template
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 CALL = {"function": {"name": "{name}", "arguments": "{content}"}}
 

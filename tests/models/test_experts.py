@@ -14,14 +14,14 @@ from helpers.engines import GREEDY, generate, make_core, make_engine, naive_gree
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_model, make_weights
 from nanoinfer import LLM
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.truncate_layers import truncate_layers
 from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
 from nanoinfer.models import experts as experts_module
-from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.experts import ExpertMLP, route
 from nanoinfer.models.layers import gate as gated
 from nanoinfer.models.parameters import initialize, num_parameters, shapes
-from nanoinfer.models.tokenizers import char_to_json
-from nanoinfer.models.truncate_layers import truncate_layers
+from nanoinfer.tokenizers.tokenizer import char_to_json
 
 EXPERTS = Experts(count=5, per_token=2, width=12, normalize=True, scale=1.5, shared_width=7, shared_gate=True)
 MIXED = replace(

@@ -14,11 +14,11 @@ safetensors = pytest.importorskip("safetensors.torch")
 from helpers.errors import refuses  # noqa: E402
 from helpers.families import CASES, EXPERTS, GEMMA4, SMALL, make_folder  # noqa: E402
 from helpers.models import edit_config  # noqa: E402
-from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
-from nanoinfer.models.checkpoints.stored import read_safetensors  # noqa: E402
+from nanoinfer.checkpoints.gpt_loading import load_gpt  # noqa: E402
+from nanoinfer.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.families import FAMILIES  # noqa: E402
-from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
+from nanoinfer.models.stored import read_safetensors  # noqa: E402
 
 
 @pytest.fixture(params=CASES)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from helpers.errors import refuses
+from nanoinfer.checkpoints import hf_config
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.families import FAMILIES
 
 SHAPE: dict[str, Any] = {

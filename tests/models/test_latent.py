@@ -15,10 +15,10 @@ from helpers import families
 from helpers.errors import refuses
 from helpers.models import TINY, edit_config
 from helpers.quantized import CASES, base_folder, quantized_folders
+from nanoinfer.checkpoints.gpt_loading import load_gpt
+from nanoinfer.checkpoints.huggingface import open_folder, save
 from nanoinfer.config import EngineConfig, Latent, LayerKind, ModelConfig
 from nanoinfer.engines import registry
-from nanoinfer.models.checkpoints.huggingface import open_folder, save
-from nanoinfer.models.gpt_loading import load_gpt
 
 WIDE = families.LATENT | {
     "kv_lora_rank": 64, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.checkpoints.load import load_model, split_wide
 from nanoinfer.models import presets
-from nanoinfer.models.checkpoints.load import load_model, split_wide
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
 from nanoinfer.roofline.shapes import find_shape
@@ -41,7 +41,7 @@ def test_a_preset_is_the_short_name_of_a_repository(monkeypatch: pytest.MonkeyPa
         asked.append(repository)
         raise NanoinferError("no network")
 
-    monkeypatch.setattr("nanoinfer.models.checkpoints.hub._list", download)
+    monkeypatch.setattr("nanoinfer.checkpoints.hub._list", download)
     for name in ("gpt2-xl", "smollm2-135m", "some/model"):
         with pytest.raises(NanoinferError, match="no network"):
             load_model(name)

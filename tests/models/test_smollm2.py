@@ -17,10 +17,11 @@ import pytest
 from helpers.environment import ROOT
 from helpers.smollm2 import FILES, model, needs_smollm2
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.checkpoints import gguf, gguf_export
-from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
-from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
-from nanoinfer.models.tokenizers import decode
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.gguf.file import BlockTensor, read_gguf
+from nanoinfer.checkpoints.load import load_model, load_tokenizer
+from nanoinfer.tokenizers.tokenizer import decode
 
 pytestmark = needs_smollm2
 

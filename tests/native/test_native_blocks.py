@@ -1,8 +1,8 @@
 """The formats of GGUF files in the C++ kernels: their values are ggml's, bit for bit, and products are exact.
 
-The values are those of `gguf_formats`, which tests/models/test_gguf.py compares with the package gguf. The reference of
-a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs, or with
-AMX for those of a block of 256.
+The values are those of `formats`, which test_gguf.py compares with the package gguf. The reference of a product
+multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs, or with AMX for
+those of a block of 256.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from helpers.gguf_files import Stored, as_f16, as_f32, write_gguf
 from helpers.models import make_limits
 from helpers.native import new_decoder
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import packed
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.gguf.file import BlockTensor, read_gguf
+from nanoinfer.checkpoints.gguf.formats import FORMATS, Format
 from nanoinfer.cli.app import run
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models.checkpoints import gguf, packed
-from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Format
 from nanoinfer.utils.arrays import FileBlocks, JoinedBlocks
 from nanoinfer.utils.files import RegularFile
 

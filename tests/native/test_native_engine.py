@@ -23,7 +23,7 @@ from helpers.errors import refuses
 from helpers.models import TINY, make_folder, make_model
 from helpers.native import BLOCK, FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS
 

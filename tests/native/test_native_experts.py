@@ -11,11 +11,11 @@ import torch
 
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import all_logits, engine_of
+from nanoinfer.checkpoints import hf_config, packed
 from nanoinfer.config import EngineConfig, EngineLimits, Experts, LayerKind, ModelConfig
 from nanoinfer.engines import native
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models.checkpoints import hf_config, packed
 
 MIXED = replace(
     TINY, n_embd=64, n_layer=3, gated_mlp=True, activation="silu", norm="rms", bias=False, n_inner=96,

@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers.models import TINY, make_limits, make_weights
+from nanoinfer.checkpoints import packed, weights
+from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.quantize import quantize
+from nanoinfer.checkpoints.weights import Weights, int4_formats
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.models.checkpoints import packed, weights
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS
-from nanoinfer.models.checkpoints.gguf_quantize import quantize
-from nanoinfer.models.checkpoints.weights import Weights, int4_formats
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline import report
 from nanoinfer.roofline.arithmetic import decode

@@ -13,10 +13,12 @@ from helpers import families
 from helpers.gguf_files import as_q8_0, convert
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import all_logits, engine_of
+from nanoinfer.checkpoints import hf_config, packed
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.models.checkpoints import gguf, gguf_export, hf_config, packed
-from nanoinfer.models.checkpoints.huggingface import open_folder
 
 
 def shape(latent: Latent, **fields: object) -> ModelConfig:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
+
+import tokenizers
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,19 +26,19 @@ from helpers.environment import ROOT  # noqa: E402
 from helpers.families import random_model  # noqa: E402
 from helpers.models import edit_config, submit  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.checkpoints.gguf.file import read_gguf  # noqa: E402
+from nanoinfer.checkpoints.gguf.splits import SPLITS  # noqa: E402
+from nanoinfer.checkpoints.gguf.tokenizer import read_tokenizer  # noqa: E402
+from nanoinfer.checkpoints.gpt_loading import load_gpt  # noqa: E402
+from nanoinfer.checkpoints.load import open_weights  # noqa: E402
 from nanoinfer.config import SchedulerConfig  # noqa: E402
 from nanoinfer.core.core import Core  # noqa: E402
 from nanoinfer.engines.registry import ENGINES  # noqa: E402
 from nanoinfer.errors import NanoinferError  # noqa: E402
-from nanoinfer.models.checkpoints.gguf_file import read_gguf  # noqa: E402
-from nanoinfer.models.checkpoints.gguf_splits import SPLITS  # noqa: E402
-from nanoinfer.models.checkpoints.gguf_tokenizer import read_tokenizer  # noqa: E402
-from nanoinfer.models.checkpoints.load import open_weights  # noqa: E402
 from nanoinfer.models.gpt import GPT  # noqa: E402
-from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
-from nanoinfer.models.tokenizers import byte_level  # noqa: E402
 from nanoinfer.sampling.sampler import sample  # noqa: E402
 from nanoinfer.scheduling.scheduler import Scheduler  # noqa: E402
+from nanoinfer.tokenizers.tokenizer import byte_level  # noqa: E402
 from published import llama_cpp  # noqa: E402
 from published.cases import CASES, SMALL, Case  # noqa: E402
 from published.vocabularies import PUBLISHED, TEXTS, Vocabulary, read, with_tokens, write  # noqa: E402

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-
 from helpers.environment import ROOT
-from nanoinfer.models.checkpoints.gguf_file import read_gguf
+from nanoinfer.checkpoints.gguf.file import read_gguf
 
 PUBLISHED = ROOT / "build" / "published"
 """What `make test-published` has downloaded."""

@@ -13,8 +13,8 @@ import pytest
 from helpers.errors import refuses
 from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
 from nanoinfer import LLM
+from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.cli import main
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling

@@ -24,7 +24,6 @@ from helpers.server_client import Client, uncached  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.core.output_processor import describe  # noqa: E402
 from nanoinfer.errors import TokensExcluded  # noqa: E402
-from nanoinfer.models.tokenizers import Tokenizer  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
 from nanoinfer.openai_protocol.responses import chat_logprobs, completion_logprobs  # noqa: E402
@@ -32,6 +31,7 @@ from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
 from nanoinfer.server.service import names_of  # noqa: E402
+from nanoinfer.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -32,7 +32,7 @@ from helpers.health_probe import quantiles
 from helpers.server_process import serving
 from helpers.soak_traffic import ABUSE, COMPARED, VALID, Abuser, Client, Expected, Server, run
 from nanoinfer import LLM
-from nanoinfer.models.checkpoints.load import BUILTIN
+from nanoinfer.checkpoints.load import BUILTIN
 from nanoinfer.server.table import ROUTES
 
 MINUTES = float(os.environ.get("NANOINFER_TEST_SOAK_MINUTES", "1"))
@@ -149,4 +149,6 @@ def test_random_traffic_gives_the_answers_of_the_library_in_flat_memory(tmp_path
         assert health["p99.9_sec"] < HEALTH_SEC
         third, last = (max(sizes[i * len(sizes) // 4 : (i + 1) * len(sizes) // 4]) for i in (2, 3))
         assert last <= third + SLACK_BYTES
-        assert process.lines[1:] == []  # nothing is reported
+        # Nothing is reported but the tools of `many_tools` whose reference is not there.
+        known = re.compile(r" WARNING tool 'a\d+': the grammar of its calls leaves out \$ref: ")
+        assert [line for line in process.lines[1:] if not known.search(line)] == []

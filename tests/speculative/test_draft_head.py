@@ -32,22 +32,23 @@ from helpers.errors import refuses
 from helpers.models import CHARS, TINY, load_gpt, make_folder, make_limits, make_model, make_weights, submit, weights_of
 from helpers.speculation import SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.load import builtin_names
+from nanoinfer.checkpoints.widen import widen
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import draft_head, native_ops, numpy_ops, tokenizers, torch_ops
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
-from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
-from nanoinfer.models.widen import widen
 from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.speculative import draft_head, native_ops, numpy_ops, torch_ops
 from nanoinfer.speculative.base import DraftRequest
+from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
 from nanoinfer.speculative.head_drafter import HeadDrafter
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.fingerprint import fingerprint
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, char_to_json
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig

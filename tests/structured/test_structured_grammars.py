@@ -19,10 +19,10 @@ from helpers.models import CHARS, TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer, from_core
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_body, parse
 from nanoinfer.structured import grammars, lexers, vocabulary
 from nanoinfer.structured.grammars import Grammars
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, from_core
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -316,7 +316,6 @@ def word_piece() -> Any:
 
 def byte_level() -> Any:
     import tokenizers
-
     from nanoinfer.training.data import train_bpe
 
     core = tokenizers.Tokenizer.from_str(train_bpe(['the engine takes the émigré {"a": 1} \U0001f600 '] * 3, 300))

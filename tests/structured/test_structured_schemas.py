@@ -13,9 +13,9 @@ from helpers.errors import refuses
 from helpers.models import TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.structured import schemas
 from nanoinfer.structured.grammars import Grammars
+from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
 pytest.importorskip("llguidance")
 

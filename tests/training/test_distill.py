@@ -14,9 +14,9 @@ from helpers.cli import command, one_thread
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints.load import load_model
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import LayerKind, Rotary
-from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, prepare, train, validate
 from nanoinfer.training.train_config import TrainConfig

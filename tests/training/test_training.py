@@ -19,7 +19,7 @@ from helpers.cli import command, one_thread
 from helpers.models import CHARS, TINY, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import LayerKind, Rotary
-from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.tokenizers.tokenizer import char_to_json
 from nanoinfer.training import data
 from nanoinfer.training.loop import TrainProgress, learning_rate, prepare, train
 from nanoinfer.training.train_config import TrainConfig

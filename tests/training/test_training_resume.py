@@ -17,9 +17,9 @@ from helpers.cli import Run
 from helpers.errors import refuses
 from helpers.models import make_folder, make_weights, weights_of
 from nanoinfer import LLM
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.cli.train import _Writer
-from nanoinfer.models import draft_head
-from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.speculative import draft_head
 from nanoinfer.training import loop
 from nanoinfer.training import train_draft_head as head_training
 from nanoinfer.training.loop import TrainProgress, train

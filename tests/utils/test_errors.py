@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from helpers.gguf_files import tiny_gguf
 from helpers.models import edit_config, make_folder
+from nanoinfer.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
-from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.openai_protocol.fields import FieldError
 
 EVIL = "\x1b]0;t\x07\n\r\x9b31m\u202e\u2028\x00"

@@ -32,8 +32,8 @@ class ModelFolders(ExitStack):
 
     def folder(self, cases: list[Case]) -> Path:
         """Return the folder for some cases of one model, with passages for prompts if a case needs them."""
-        from nanoinfer.models.checkpoints import huggingface
-        from nanoinfer.models.checkpoints.load import load_model
+        from nanoinfer.checkpoints import huggingface
+        from nanoinfer.checkpoints.load import load_model
 
         model = cases[0].model
         if model not in self._folders:

@@ -49,7 +49,7 @@ def repeat_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
 
 def _cut(model: str, text: Path) -> list[list[int]]:
     """Return passages from random places of a text."""
-    from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.checkpoints.load import load_model
 
     loaded = load_model(model)
     if loaded.tokenizer is None:
@@ -67,8 +67,8 @@ def _sample(model: str) -> list[list[int]]:
 
     This runs on the CPU for every device: the prompts are the same, and no GPU memory stays allocated.
     """
+    from nanoinfer.checkpoints.load import split_wide
     from nanoinfer.entrypoints.llm import LLM
-    from nanoinfer.models.checkpoints.load import split_wide
     from nanoinfer.sampling_params import SamplingParams
 
     source = split_wide(model)[0] if model.startswith("wide:") else model

@@ -21,11 +21,11 @@ from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.row import Row
 from nanoinfer.bench.suites import SUITES, Options, by_shape
+from nanoinfer.checkpoints.load import fit_engine
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.load import fit_engine
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
 from nanoinfer.utils.checks import require_choice, require_float, require_int

@@ -25,8 +25,8 @@ from typing import Any
 from nanoinfer.bench import prompts
 from nanoinfer.bench.backends import open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.checkpoints import hf_config
 from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.utils.environment import waited_seconds
 from nanoinfer.utils.processes import end_with_parent
 

@@ -17,7 +17,7 @@ from nanoinfer.utils.files import escaped, read_text
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from nanoinfer.models.checkpoints.load import LoadedModel
+    from nanoinfer.checkpoints.load import LoadedModel
 
 log = logging.getLogger("nanoinfer")
 NUM_TOKENS = 16384

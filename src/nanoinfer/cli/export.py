@@ -41,8 +41,8 @@ def export(
     tokenizer: str | None, no_tokenizer: bool,
 ) -> None:  # fmt: skip
     """Write a model as a GGUF file, which llama.cpp loads."""
-    from nanoinfer.models.checkpoints import gguf_export
-    from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.checkpoints.gguf import export as gguf_export
+    from nanoinfer.checkpoints.load import load_model
 
     gguf_export.check_target(output, format, force)
     check_calibration(calibrate, format in ("Q4_0", "Q4_K_M"), format)

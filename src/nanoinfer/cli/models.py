@@ -17,15 +17,15 @@ from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.utils.arrays import format_names
 
 if TYPE_CHECKING:
-    from nanoinfer.models.checkpoints.hub import LocalModel
+    from nanoinfer.checkpoints.hub import LocalModel
 
 
 @command("models")
 @json_flag("Print one JSON document.")
 def models(as_json: bool) -> None:
     """List the built-in models and those in the Hub's cache, and whether they run here."""
-    from nanoinfer.models.checkpoints.hub import LocalModel, cached_models
-    from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names
+    from nanoinfer.checkpoints.hub import LocalModel, cached_models
+    from nanoinfer.checkpoints.load import BUILTIN, builtin_names
 
     sizes = {name: sum(path.stat().st_size for path in (BUILTIN / name).iterdir()) for name in builtin_names()}
     built_in = [LocalModel(name, BUILTIN / name, num_bytes) for name, num_bytes in sizes.items()]
@@ -42,8 +42,8 @@ def models(as_json: bool) -> None:
 
 def _describe(model: LocalModel) -> dict[str, Any]:
     """Return the fields of a row. The files' headers are read, as when the model is loaded."""
+    from nanoinfer.checkpoints.load import open_weights
     from nanoinfer.engines.devices import free_memory
-    from nanoinfer.models.checkpoints.load import open_weights
 
     row = {"name": model.name, "path": str(model.path), "num_bytes": model.num_bytes, "format": None, "why_not": None}
     try:

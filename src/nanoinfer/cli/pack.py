@@ -44,10 +44,10 @@ def pack(
     options: EngineConfig,
 ) -> None:  # fmt: skip
     """Pack weights into a folder that engine native maps into memory."""
+    from nanoinfer.checkpoints import chat_files, packed
+    from nanoinfer.checkpoints.load import load_model
     from nanoinfer.engines.devices import resolve_dtype
-    from nanoinfer.models import tokenizers
-    from nanoinfer.models.checkpoints import chat_files, packed
-    from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.tokenizers import tokenizer as tokenizers
     from nanoinfer.utils.files import write_folder
 
     if options.quantization is not None:

@@ -6,13 +6,13 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from nanoinfer.checkpoints.load import fit_engine, load_model
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import LLMConfig
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
 from nanoinfer.engines import registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-from nanoinfer.models.checkpoints.load import fit_engine, load_model
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import shapes
 from nanoinfer.roofline.formats import FORMATS, int4

@@ -42,7 +42,7 @@ from nanoinfer.speculative.speculator import Speculator, by_speculator
 from nanoinfer.utils import processes
 
 if TYPE_CHECKING:
-    from nanoinfer.models.tokenizers import Tokenizer
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
 HAND_OVER_SEC, MAX_HAND_OVER_SLEEPS = 1e-4, 100

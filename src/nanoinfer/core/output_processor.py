@@ -8,15 +8,15 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from nanoinfer.models.text_streams import MISSING
-from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.tokenizers.text_streams import MISSING
+from nanoinfer.tokenizers.tokenizer import decode
 
 if TYPE_CHECKING:
-    from nanoinfer.models.tokenizers import Tokenizer
     from nanoinfer.speculative.speculator import SpecStats, Speculator
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 
 class Logprobs:

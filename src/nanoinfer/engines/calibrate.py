@@ -18,12 +18,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.weights import Calibration, Weights
 from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.weights import Calibration, Weights
-from nanoinfer.models.tokenizers import Tokenizer
+from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.checks import require_int
 
 WINDOW = 512

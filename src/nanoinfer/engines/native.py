@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.packed import PackedWeights
+from nanoinfer.checkpoints.weights import Weights, parts
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
-from nanoinfer.models.checkpoints.packed import PackedWeights
-from nanoinfer.models.checkpoints.weights import Weights, parts
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import BlockMatrix, FileBlocks

@@ -22,7 +22,7 @@ from nanoinfer.utils.checks import show
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from nanoinfer.models.checkpoints.weights import Weights
+    from nanoinfer.checkpoints.weights import Weights
 
 log = logging.getLogger("nanoinfer")
 
@@ -215,7 +215,7 @@ def build(
         engine_class: Any = getattr(importlib.import_module(module), name)
         if spec.native:
             return engine_class(weights, limits, config)  # type: ignore[no-any-return]
-        from nanoinfer.models.gpt_loading import load_gpt
+        from nanoinfer.checkpoints.gpt_loading import load_gpt
 
         engine_class.check(weights.config)
         return engine_class(load_gpt(weights, device), limits, config)  # type: ignore[no-any-return]

@@ -16,12 +16,12 @@ from nanoinfer.errors import NanoinferError, input_too_long, too_long
 from nanoinfer.inputs.answers.grammar import RepeatableCalls
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import LONG_TEXT
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.structured.lexers import Grammar
 from nanoinfer.structured.masks import OutputGrammar
+from nanoinfer.tokenizers.tokenizer import LONG_TEXT
 from nanoinfer.utils.checks import require_int, show
 
 Params = SamplingParams | BeamSearchParams

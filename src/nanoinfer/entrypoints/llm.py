@@ -31,9 +31,9 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
-from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.tokenizers.tokenizer import decode
 from nanoinfer.utils.checks import require_bool, require_choice, show
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar

@@ -16,9 +16,9 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversations, is_list
-from nanoinfer.models import tokenizers
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.tokenizer import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
 from nanoinfer.utils.checks import as_int, plain, show
 
 # Arguments of transformers' apply_chat_template that would change what is returned.

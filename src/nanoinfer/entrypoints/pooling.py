@@ -26,7 +26,6 @@ from nanoinfer.errors import NanoinferError, ResultError, input_too_long
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import Tokenizer, decode
 from nanoinfer.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -38,6 +37,7 @@ from nanoinfer.outputs import (
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import PromptReads, Request
+from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.checks import show
 

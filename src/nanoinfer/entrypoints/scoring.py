@@ -27,7 +27,7 @@ from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 
 if TYPE_CHECKING:
-    from nanoinfer.models.tokenizers import Tokenizer
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 MIN_SCORED = 256
 """Positions whose logits are not read yet, of the requests that are queued at a time: enough to fill the steps. Not

@@ -16,10 +16,10 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.checkpoints.load import is_local
 from nanoinfer.config import OF_CHATS, PARTS, EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.messages import is_list
-from nanoinfer.models.checkpoints.load import is_local
 from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanoinfer.utils.checks import plain, show

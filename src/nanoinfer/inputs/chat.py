@@ -16,10 +16,10 @@ from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_mode
 from nanoinfer.inputs.history import History, describe_tools
 from nanoinfer.inputs.messages import REASONING_KEYS, Message, is_list
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
-from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.tokenizers import decode
 from nanoinfer.structured.vocabulary import special_tokens
+from nanoinfer.tokenizers.chat_template import ChatTemplate
+from nanoinfer.tokenizers.tokenizer import decode
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 log = logging.getLogger("nanoinfer")

@@ -22,7 +22,7 @@ from nanoinfer.inputs.answers.detect import IDS, NAMES, PROBE_TOOLS, probe_calls
 from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.messages import Message, as_object
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils.checks import show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -12,7 +12,7 @@ from nanoinfer.models.pooling import Pooling
 from nanoinfer.utils.arrays import BlockFormats, format_names
 
 if TYPE_CHECKING:
-    from nanoinfer.models.tokenizers import Tokenizer
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

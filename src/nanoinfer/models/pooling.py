@@ -21,7 +21,7 @@ from nanoinfer.utils.checks import require_int, show
 from nanoinfer.utils.files import escaped, read_json, read_object, read_text
 
 if TYPE_CHECKING:
-    from nanoinfer.models.tokenizers import Tokenizer
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 MODULES = "modules.json"
 FILES = (MODULES, "[0-9]_Pooling/config.json", "[0-9]_LogitScore/config.json")

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
+from nanoinfer.checkpoints.gguf.formats import Format
+from nanoinfer.checkpoints.weights import int4_formats
 from nanoinfer.config import ModelConfig
-from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS
-from nanoinfer.models.checkpoints.gguf_formats import Format
-from nanoinfer.models.checkpoints.weights import int4_formats
 from nanoinfer.models.parameters import shapes
 from nanoinfer.utils.arrays import BlockFormats, format_names
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from nanoinfer.checkpoints import hf_config, huggingface, nanochat, nanogpt, packed
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
+from nanoinfer.checkpoints.weights import Weights
+from nanoinfer.checkpoints.widen import widened
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf, hf_config, huggingface, nanochat, nanogpt, packed
-from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.models.widen import widened
 from nanoinfer.roofline.formats import WeightFormat, mixed
 from nanoinfer.utils.checks import show
 

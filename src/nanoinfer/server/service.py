@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer import anthropic_protocol, openai_protocol
+from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
-from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES, FieldError, GenerationRequest, Shape
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline

@@ -13,31 +13,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from nanoinfer.checkpoints.load import LoadedModel, load_model
+from nanoinfer.checkpoints.packed import PackedWeights
+from nanoinfer.checkpoints.truncate_layers import truncate_layers
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
-from nanoinfer.models import draft_head
-from nanoinfer.models.checkpoints.load import LoadedModel, load_model
-from nanoinfer.models.checkpoints.packed import PackedWeights
-from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import num_parameters
-from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.speculative import draft_head
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
+from nanoinfer.tokenizers.fingerprint import fingerprint
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import Array
 
 if TYPE_CHECKING:
-    from nanoinfer.models.checkpoints.weights import Weights
-    from nanoinfer.models.tokenizers import Tokenizer
+    from nanoinfer.checkpoints.weights import Weights
+    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoinfer")
 
@@ -115,7 +115,7 @@ class DraftFactory:
         return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
 
     def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
-        from nanoinfer.models import numpy_ops
+        from nanoinfer.speculative import numpy_ops
         from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
@@ -125,12 +125,12 @@ class DraftFactory:
         embeddings = draft_head.target_embeddings(head.config, weights, target.source)
         ops: ModuleType = numpy_ops
         if target.device != "cpu":
-            from nanoinfer.models import torch_ops as ops
+            from nanoinfer.speculative import torch_ops as ops
 
             place: Callable[[Array], Array] = ops.placement(target.device, target.dtype)
             head, embeddings = head.map(place), embeddings.map(place)
         elif registry.ENGINES["native"].unavailable() is None:
-            from nanoinfer.models import native_ops as ops
+            from nanoinfer.speculative import native_ops as ops
 
             place = ops.placement(self._config.threads or environment.num_cpus(), environment.isa())
             head, embeddings = head.map(place), embeddings.map(place)

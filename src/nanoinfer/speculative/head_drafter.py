@@ -1,4 +1,4 @@
-"""Drafter that runs a draft head on the target's hidden states (models/draft_head.py), without a KV cache.
+"""Drafter that runs a draft head on the target's hidden states (speculative/draft_head.py), without a KV cache.
 
 After each step the core passes the hidden state from which each newest token was sampled (`update_hidden`). The drafter
 stores only this row for a sequence, so it has no prefill, whatever the length of the prompt:
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.models import numpy_ops
-from nanoinfer.models.draft_head import DraftHead, TargetEmbeddings, next_state
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
+from nanoinfer.speculative import numpy_ops
 from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.draft_head import DraftHead, TargetEmbeddings, next_state
 from nanoinfer.speculative.proposal_builder import ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
 from nanoinfer.utils.arrays import Array
@@ -36,7 +36,7 @@ class HeadDrafter:
             device, or matrices of the native extension.
         embeddings: of the target; the same kind of array in the same dtype.
         vocab_size: number of tokens that may be sampled, as for the target.
-        ops: operations on this kind of array: models/numpy_ops.py, native_ops.py or torch_ops.py.
+        ops: operations on this kind of array: speculative/numpy_ops.py, native_ops.py or torch_ops.py.
         max_num_seqs: maximum number of requests per call.
     """
 

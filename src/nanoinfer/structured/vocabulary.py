@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from nanoinfer.models.text_streams import BYTE_TOKEN
-from nanoinfer.models.tokenizers import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
+from nanoinfer.tokenizers.text_streams import BYTE_TOKEN
+from nanoinfer.tokenizers.tokenizer import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
+
     import tokenizers
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import tokenizers
-from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer
 from nanoinfer.utils.files import read_text
 
 

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import tokenizers
 from nanoinfer.models.attention import causal_attention
-from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.tokenizers import Tokenizer
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.training.data import evenly_spread
 
 Complete = Callable[[list[list[int]], list[float], int], list[list[int]]]

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer.checkpoints.gpt_loading import init_weights, load_gpt
+from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import init_weights, load_gpt
 from nanoinfer.models.parameters import CORRECTION
+from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.gpt_loading import load_gpt, weights_of
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt, weights_of
 from nanoinfer.training import data, distill
 from nanoinfer.training.train_config import TrainConfig
 

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoints.gpt_loading import from_torch, to_torch
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.stored import read_safetensors, to_safetensors
-from nanoinfer.models.gpt_loading import from_torch, to_torch
+from nanoinfer.models.stored import read_safetensors, to_safetensors
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor

@@ -1,4 +1,4 @@
-"""Train a draft head (models/draft_head.py) to predict a target's next tokens from its hidden states.
+"""Train a draft head (speculative/draft_head.py) to predict a target's next tokens from its hidden states.
 
 The target processes the data, and sequences that it generated, once before training (distill.py). A training step takes
 windows of them. From every position the head runs for STEPS tokens with the window's tokens as input, and its logits
@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.checkpoints.gpt_loading import init_weights
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import draft_head, tokenizers, torch_ops
-from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig
-from nanoinfer.models.fingerprint import fingerprint
-from nanoinfer.models.gpt_loading import init_weights
+from nanoinfer.speculative import draft_head, torch_ops
+from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.fingerprint import fingerprint
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.loop import check_writable, make_optimizer
 from nanoinfer.training.run import TrainRun

@@ -17,10 +17,10 @@ import numpy as np
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.utils.environment import num_cpus
 from nanoinfer.utils.files import reason
 

@@ -16,8 +16,8 @@ from typing import Any
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.peers import require_module
 from nanoinfer.bench.peers.llamacpp import LlamaCpp, file_type
+from nanoinfer.checkpoints import hf_config
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config
 
 _SAME = (
     "llama_backend_init", "llama_model_default_params", "llama_context_default_params", "llama_model_load_from_file",

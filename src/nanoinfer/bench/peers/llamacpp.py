@@ -21,10 +21,11 @@ import numpy as np
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints.gguf import export as gguf_export
+from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf_export, hf_config
-from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer
-from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.utils.environment import num_cpus
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}

@@ -16,11 +16,11 @@ import torch
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_case
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.checkpoints.gpt_loading import load_gpt
+from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.attention import causal_attention
-from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.profiling.verify_cost import synchronize
 
 

@@ -24,7 +24,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import COUNT, HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils.limited_process import LimitExceeded
 
 log = logging.getLogger("nanoinfer")

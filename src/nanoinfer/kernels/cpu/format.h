@@ -1,7 +1,7 @@
 // Packed weights: conversion of a stored matrix to panels in each weight format, and back to float32.
 //
 // The panels do not depend on the instruction set. Folders of packed weights contain them
-// (nanoinfer/models/checkpoints/packed.py), so a change of a format needs a new VERSION there.
+// (nanoinfer/checkpoints/packed.py), so a change of a format needs a new VERSION there.
 //
 //   f32, f16   (panels, in, 32)              one value for each output and input
 //   bf16       (panels, in / 2, 32, 2)       pairs of inputs, for dot products of bfloat16

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import Experts, Latent, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.stored import ChangedTensor, StoredTensor
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 from nanoinfer.models.families.frequencies import magnitude
+from nanoinfer.models.stored import ChangedTensor, StoredTensor
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_float
 

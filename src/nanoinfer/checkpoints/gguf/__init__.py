@@ -1,0 +1,1 @@
+"""GGUF files: read, described in both directions, written; their tokenizers."""

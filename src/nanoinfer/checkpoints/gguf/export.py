@@ -1,0 +1,359 @@
+"""Write a model as a GGUF file: the inverse of gguf.py, whose tables give names of tensors, orders of rows and norms.
+
+The header is written first, and gguf.py reads it back: a model that a GGUF file cannot describe is an error before any
+tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
+
+The formats of the tensors in Q4_K_M, Q4_0, Q8_0 and MXFP4_MOE are those of llama.cpp's quantizer (src/llama-quant.cpp),
+which gives the attention of models with 8 experts more bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
+from nanoinfer.checkpoints.gguf import latent as gguf_latent
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    FREQUENCIES,
+    SHARED_GATE,
+    STACKED,
+    STACKED_BIASES,
+)
+from nanoinfer.checkpoints.gguf.describe import describe_experts, describe_rotary, rotary_divisors
+from nanoinfer.checkpoints.gguf.file import MAGIC, Value
+from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.quantize import QUANTIZERS, quantize
+from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE
+from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer, write_tokenizer
+from nanoinfer.checkpoints.weights import Weights, more_bits
+from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families.base import Family
+from nanoinfer.models.parameters import shapes
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import require_choice, show
+from nanoinfer.utils.files import escaped, reason, replacing
+
+if TYPE_CHECKING:
+    from nanoinfer.checkpoints.load import LoadedModel
+
+log = logging.getLogger("nanoinfer")
+
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4_MOE": 38}
+"""Formats of whole files -> general.file_type, by which llama.cpp names them."""
+_NUMBERS = {format.name: number for number, format in FORMATS.items()}
+_FORMATS = {format.name: format for format in FORMATS.values()}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256; then float16
+_ALIGNMENT = 32
+_CHUNK = 1 << 22  # values that are converted at a time
+_LARGEST = 65504  # of float16
+_GELU = ("gelu", "gelu_new")
+
+
+def check_target(path: Path, format: str, force: bool = False) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Raises:
+        NanoinferError: the format is unknown; the file exists, and `force` does not say that it may be replaced.
+    """
+    require_choice("format", format, tuple(FILE_TYPES))
+    if path.exists() and not force:
+        raise NanoinferError(f"{escaped(path)} exists: choose another name, or replace it with --force")
+
+
+def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str, Value]:
+    """Return the metadata of a model's tokenizer and chat template.
+
+    Raises:
+        NanoinferError: a GGUF file cannot have the tokenizer.
+    """
+    found = write_no_tokenizer(loaded.config)
+    if with_tokenizer and loaded.tokenizer is not None:
+        found = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
+    templates = {"tokenizer.chat_template": loaded.chat_template, TOOL_TEMPLATE: loaded.tool_template}
+    return found | {key: template for key, template in templates.items() if template is not None}
+
+
+def write_file(
+    weights: Weights, path: Path, format: str, text: Mapping[str, Value], name: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:  # fmt: skip
+    """Write weights as a GGUF file, in the place of one of this name. If it fails or is interrupted, nothing is left.
+
+    Args:
+        weights: in any dtype.
+        path: the file; its folder must exist.
+        format: one of FILE_TYPES.
+        text: the metadata that `describe_text` returns.
+        name: of the model, for people.
+        progress: called with the bytes of tensors that are written, and their total.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        NanoinferError: GGUF cannot express the model, or the file cannot be written.
+    """
+    arch = architecture(weights.config)
+    layout, config = ARCHITECTURES[arch], _completed(weights.config, arch)
+    family = gguf.stored_family(config, layout)
+    tensors: dict[str, tuple[int, ...]] = {}
+    for ours, shape in shapes(config).items():
+        recipe = family.recipe(config, ours, shape[0])
+        rest = shape[1:] if recipe.folded == 1 else (shape[1] * recipe.folded,)
+        tensors |= {part: _stored_shape(part, (rows, *rest), config) for part, rows in recipe.parts}
+    divisors = rotary_divisors(config)
+    if divisors is not None:
+        tensors = {FREQUENCIES: divisors.shape} | tensors
+    formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
+    metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
+    metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
+    if (calibration := weights.calibration) is not None:
+        metadata |= {"nanoinfer.calibration.sha256": calibration.sha256}
+        metadata |= {"nanoinfer.calibration.tokens": calibration.num_tokens}
+    metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()}
+    header, starts, size = _header(metadata | dict(text), tensors, formats)
+    try:
+        with replacing(path) as file:
+            file.write(header)
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not at the end; macOS has no such call
+                os.posix_fallocate(file.fileno(), 0, size)
+            if divisors is not None:
+                _write(file, starts[FREQUENCIES], HostTensor(divisors, "float32"), "F32")
+            file.flush()
+            _check_readable(Path(file.name), path, config, arch)
+            done, total = 0, size - len(header)
+            for part, tensor, importance in _stored(weights, config, layout.added_to_norms, family):
+                try:
+                    _write(file, starts[part], tensor, formats[part], importance)
+                except ValueError as e:
+                    raise NanoinferError(f"tensor {part} {e}: choose another format than {format}") from None
+                done += file.tell() - starts[part]
+                progress(done, total)
+    except OSError as e:
+        raise NanoinferError(f"{escaped(path)} cannot be written: {reason(e)}: choose another place") from None
+    return size
+
+
+def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """Return the dimensions of a tensor in the file, which has the same values in the same order."""
+    if name.endswith(STACKED) and config.experts is not None:
+        return config.experts.count, shape[0] // config.experts.count, shape[1]
+    if name.endswith(STACKED_BIASES) and config.experts is not None:
+        return config.experts.count, shape[0] // config.experts.count
+    if name.endswith(gguf_latent.OF_HEADS):
+        return config.n_head, shape[0] // config.n_head, shape[1]
+    return shape[1:] if name.endswith(SHARED_GATE) else shape
+
+
+def architecture(config: ModelConfig) -> str:
+    """Return llama.cpp's name of the architecture."""
+    # known by a window, or experts
+    shared = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek_v2"}
+    family = shared.get(config.family, config.family)
+    written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
+    found = [arch for arch, name in written.items() if name == family]
+    if not found:
+        known = ", ".join(written.values())
+        raise NanoinferError(
+            f"models of the family {config.family} cannot be written as GGUF: only {known}, {', '.join(shared)}"
+        )
+    return found[0]
+
+
+def _completed(config: ModelConfig, arch: str) -> ModelConfig:
+    """Return the config of a model with all tensors that llama.cpp requires: biases and a head of its own."""
+    if arch in ("gpt2", "gptneox", "gpt-oss"):
+        config = dataclasses.replace(config, bias=("qkv", "proj") if arch == "gpt-oss" else True)
+    return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
+
+
+def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of the architecture, without its prefix, from which gguf.py reads the config."""
+    epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rms" else "attention.layer_norm_epsilon"
+    found: dict[str, Value] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.block_size,
+        "embedding_length": config.n_embd,
+        "block_count": config.n_layer,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.n_head,
+        epsilon: float(config.norm_epsilon),
+    }
+    found |= describe_experts(config, arch) | describe_rotary(config, arch)
+    if config.latent is not None:
+        found |= gguf_latent.describe(config)
+    windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
+    if windowed.window is not None:
+        found["attention.sliding_window"] = windowed.window
+        if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
+            found["rope.freq_base_swa"] = float(windowed.rotary.base)
+        if arch in ("llama", "qwen2", "qwen3") and windowed.window < config.block_size:
+            log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
+    granite = {
+        "attention.scale": config.attention_scale,
+        "embedding_scale": config.embedding_scale,
+        "residual_scale": config.residual_scale,
+        "logit_scale": 1.0 / (config.final_scale or 1.0),
+    }
+    factors = {
+        "granite": granite,
+        "granitemoe": granite,
+        "gemma2": {
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.logits_softcap,
+        },
+        "command-r": {"logit_scale": config.final_scale},
+        "cohere2": {"logit_scale": config.final_scale},
+    }
+    found |= {key: float(value) for key, value in factors.get(arch, {}).items() if value is not None}
+    if arch in ("exaone4", "olmo2", "qwen2", "qwen3") and windowed.window is not None:
+        found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
+    if arch in ("gptneox", "stablelm"):
+        found["use_parallel_residual"] = config.parallel_residual
+    if arch == "gemma4":
+        found |= gguf_gemma4.describe(config)
+    if config.activation == "gelu":
+        log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
+    return found
+
+
+def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
+    """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
+    if len(shape) == 1 or name == "position_embd.weight" or name.endswith(STACKED_BIASES):
+        return "F32"
+    part = name.split(".")[-2]
+    if part == "ffn_gate_inp":  # the router
+        return "F32"
+    of_experts = {"MXFP4_MOE": "MXFP4" if part.endswith("_exps") else "Q8_0"}
+    wanted = ({"Q4_K_M": "Q4_K"} | of_experts).get(format, format)
+    is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
+    better = format == "Q4_K_M" and (part in ("attn_v", "attn_qkv") or part.startswith("ffn_down"))
+    better = better and more_bits(int(name.split(".")[1]), config.n_layer)
+    if wanted in ("Q4_K", "Q4_0") and (is_head or better):
+        wanted = "Q6_K"
+    for found in (wanted, _FALLBACKS.get(wanted, "F16")):
+        if shape[-1] % _FORMATS[found].block_size == 0:
+            return found
+    return "F16"
+
+
+def _header(
+    metadata: Mapping[str, Value], tensors: Mapping[str, tuple[int, ...]], formats: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the file up to the first tensor, where each tensor begins, and the size of the file."""
+    out = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    out += [_string(key) + _typed(value) for key, value in metadata.items()]
+    offsets, end = {}, 0
+    for name, shape in tensors.items():
+        format, offsets[name] = _FORMATS[formats[name]], end
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        out.append(_string(name) + dims + struct.pack("<IQ", _NUMBERS[format.name], end))
+        end += math.prod(shape) // format.block_size * format.block_bytes
+        end += -end % _ALIGNMENT
+    header = b"".join(out)
+    header += bytes(-len(header) % _ALIGNMENT)
+    return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode(errors="replace")  # the name of a file need not be UTF-8
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _typed(value: Value) -> bytes:
+    """Return a value of the metadata with its type: integers as uint32, or int32 in arrays, and floats as float32."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    if isinstance(value, np.ndarray):
+        kind, dtype = {"f": (6, "<f4"), "b": (7, "?")}.get(value.dtype.kind, (5, "<i4"))
+        return struct.pack("<IIQ", 9, kind, len(value)) + value.astype(dtype).tobytes()
+    if isinstance(value, bool):
+        return struct.pack("<IB", 7, value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -> None:
+    """Read the new file's header and compare the config with the model's.
+
+    Raises:
+        NanoinferError: the config that is read differs.
+    """
+    try:
+        found, expected = (comparable(c) for c in (gguf.open_file(written)[0].config, config))
+    except NanoinferError as e:
+        why = str(e).removeprefix(f"{escaped(written)}: ")
+        raise NanoinferError(
+            f"{escaped(path)}: the architecture {arch} of GGUF cannot express the model: {why}"
+        ) from None
+    if wrong := [name for name in expected if found[name] != expected[name]]:
+        value = show(getattr(config, wrong[0]))
+        raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express {wrong[0]}={value}")
+
+
+def comparable(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a config that change the logits, with defaults filled in, and numbers rounded to float32."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rounded(v) for name, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(v) for v in value]
+        return float(np.float32(value)) if isinstance(value, float) else value
+
+    found = dataclasses.asdict(config) | {
+        "n_inner": config.mlp_dim, "head_size": config.head_dim, "num_kv_heads": config.n_kv_head,
+        "layers": [dataclasses.asdict(config.layer(i)) for i in range(config.n_layer)],
+        "activation": "gelu" if config.activation in _GELU else config.activation,
+    }  # fmt: skip
+    return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
+
+
+def _stored(
+    weights: Weights, config: ModelConfig, added: float, family: Family
+) -> Iterator[tuple[str, HostTensor, NDArray[np.float32] | None]]:
+    """Yield the tensors of the file, with the importance of its inputs: first those of the model."""
+    left = shapes(config)
+    for name, tensor in weights.read():
+        del left[name]
+        for part, stored in family.recipe(config, name, tensor.shape[0]).stored(tensor.dense()):
+            if added and part.endswith("norm.weight"):
+                stored = HostTensor(stored.float32() + np.float32(added), "float32")
+            yield part, stored, weights.importance(name)
+    for name, shape in left.items():  # biases that the model lacks; a tied head
+        tied = name == "lm_head.weight"
+        tensor = next(weights.read())[1].dense() if tied else HostTensor(np.zeros(shape, np.float32), "float32")
+        for part, stored in family.recipe(config, name, shape[0]).stored(tensor):
+            yield part, stored, weights.importance(name)
+
+
+def _write(
+    file: BinaryIO, start: int, tensor: HostTensor, format: str, importance: NDArray[np.float32] | None = None
+) -> None:
+    """Write a tensor in a format, some rows at a time. Raises ValueError if values are too large for the format."""
+    values = tensor.values.reshape(len(tensor.values), -1)
+    file.seek(start)
+    for at in range(0, len(values), step := max(1, _CHUNK // values.shape[1])):
+        part = HostTensor(values[at : at + step], tensor.dtype)
+        if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
+            raise ValueError("has values that float16 cannot represent (above 65,504 or not finite)")
+        if format in QUANTIZERS:
+            blocks = quantize(format, part.float32(), importance)
+        else:
+            blocks = part.to(_DTYPES[format]).values
+        file.write(np.ascontiguousarray(blocks).data)

@@ -1,0 +1,160 @@
+"""Gemma 4 in GGUF files: the keys of layers that differ, and the names of its own tensors.
+
+Source: llama.cpp, conversion/gemma.py and src/models/gemma4.cpp.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from nanoinfer.checkpoints.gguf.file import Value
+from nanoinfer.checkpoints.gguf.metadata import Metadata
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.stored import StoredTensor, contiguous
+
+log = logging.getLogger("nanoinfer")
+
+NAMES: dict[str, str | tuple[str, ...]] = {
+    "per_layer.wte": "per_layer_token_embd",
+    "per_layer.c_in": "per_layer_model_proj",
+    "per_layer.norm": "per_layer_proj_norm",
+    "after.c_gate": "inp_gate",
+    "after.c_proj": "proj",
+    "after.post": "post_norm",
+    "after.scale": "layer_output_scale.weight",  # ours has no suffix
+    "mlp.router_scale": "ffn_gate_inp.scale",
+    "mlp.expert_scale": "ffn_down_exps.scale",
+    "mlp.ln_1": "ffn_norm",
+    "mlp.post_1": "post_ffw_norm_1",
+    "mlp.ln_2": "pre_ffw_norm_2",
+    "mlp.post_2": "post_ffw_norm_2",
+    "mlp.shared.c_gate": "ffn_gate",
+    "mlp.shared.c_fc": "ffn_up",
+    "mlp.shared.c_proj": "ffn_down",
+}
+JOINED = ("ffn_gate_up_exps.weight", "ffn_gate_up_exps.bias")
+"""Endings of tensors that have the gate of each expert, and its first matrix below."""
+SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_exps.{}"}
+"""Names in a file with such tensors, after `split`."""
+STILL = 1e30
+"""What llama.cpp divides the frequencies of pairs by that do not turn."""
+
+
+def read(m: Metadata, num_layers: int) -> dict[str, Any]:
+    """Return the fields of config.json that other families lack."""
+    pattern = m.get(key := m.key("attention.sliding_window_pattern"))
+    if not (isinstance(pattern, list) and len(pattern) == num_layers and all(type(one) is bool for one in pattern)):
+        raise m.error(key, f"is not a list of {num_layers} booleans, one for each layer")
+    widths = {}
+    for kind in ("", "_swa"):
+        widths[bool(kind)] = width = m.int_(f"attention.key_length{kind}")
+        m.only(m.key(f"attention.value_length{kind}"), width)
+        m.only(m.key(f"rope.dimension_count{kind}"), width)
+    heads, mlps = m.ints("attention.head_count_kv", num_layers), m.ints("feed_forward_length", num_layers)
+    shared = m.integer(m.key("attention.shared_kv_layers"), 0, 0)
+    wide = mlps[-1] == 2 * mlps[0] and 0 < shared < num_layers
+    if mlps != [mlps[0] * (1 + (wide and i >= num_layers - shared)) for i in range(num_layers)]:
+        raise m.error(m.key("feed_forward_length"), "is not supported: only layers without keys may be twice as wide")
+    own = [i for i, local in enumerate(pattern) if not local and i < num_layers - shared]
+    mixture: dict[str, Any] = {"enable_moe_block": "expert_count" in m}
+    if mixture["enable_moe_block"]:
+        mixture["num_experts"] = m.int_("expert_count")
+        mixture["top_k_experts"] = m.int_("expert_used_count")
+        mixture["moe_intermediate_size"] = m.int_("expert_feed_forward_length")
+    width = m.integer(m.key("embedding_length_per_layer_input"), 0, 0)
+    return mixture | {
+        "head_dim": widths[True],
+        "num_key_value_heads": heads[pattern.index(True) if any(pattern) else 0],
+        "per_layer_config": {
+            str(i): {"head_dim": widths[local], "num_key_value_heads": heads[i]} for i, local in enumerate(pattern)
+        },
+        "layer_types": [("full_attention", "sliding_attention")[local] for local in pattern],
+        "sliding_window": m.int_("attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in m.tensors for i in own),
+        "attention_bias": "blk.0.attn_q.bias" in m.tensors,
+        "hidden_size_per_layer_input": width,
+        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
+        "rope_parameters": {
+            "full_attention": _turning(m, widths[False]) | {"rope_theta": m.float_("rope.freq_base", 1e6)},
+            "sliding_attention": {"rope_type": "default", "rope_theta": m.float_("rope.freq_base_swa", 1e4)},
+        },
+    }
+
+
+def _turning(m: Metadata, width: int) -> dict[str, Any]:
+    """Return the rotary parameters of the global layers, in which some pairs of dimensions turn, the first ones."""
+    if (stored := m.tensors.get(name := "rope_freqs.weight")) is None:
+        return {"rope_type": "default"}
+    if stored.shape != (width // 2,):
+        raise NanoinferError(f"tensor {name} is {list(stored.shape)}, but the heads require {[width // 2]}")
+    divisors = stored.read().float32()
+    turning = int((divisors == 1).sum())
+    if not ((divisors[:turning] == 1).all() and (divisors[turning:] >= STILL * 0.99).all()):
+        raise NanoinferError(
+            f"tensor {name} is not supported: divisors must be 1, and those of the last pairs {STILL:g}"
+        )
+    if turning == width // 2:
+        return {"rope_type": "default"}
+    return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / width}
+
+
+def split(tensor: StoredTensor, num_experts: int, alternating: bool) -> list[StoredTensor]:
+    """Return the gate and the first matrix of each expert, one after the other, of a tensor with all of them.
+
+    Args:
+        tensor: matrices, (experts, rows, in), or biases, (experts, rows).
+        num_experts: number of experts.
+        alternating: whether the rows of both alternate, as in Ollama's files of gpt-oss; else they are halves.
+
+    Raises:
+        NanoinferError: it is not one of so many experts.
+    """
+    fits = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and tensor.block_format is None)
+    if not fits or tensor.shape[0] != num_experts or tensor.shape[1] % 2:
+        raise NanoinferError(
+            f"tensor {JOINED[0]} is {list(tensor.shape)}, which is not two matrices of {num_experts} experts"
+        )
+    shape = (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    whole = replace(tensor, shape=shape, strides=contiguous(shape))
+    if not alternating:
+        return whole.equal_parts(2 * num_experts)
+    return [part for one in whole.equal_parts(num_experts) for part in one.alternate(2)]
+
+
+def describe(config: ModelConfig) -> dict[str, Value]:
+    """Return the keys from which `read` reads a model."""
+    fields, at = FAMILIES[config.family].write(config), [config.at(i) for i in range(config.n_layer)]
+    ropes, width, local = fields["rope_parameters"], at[-1].head_dim, config.head_dim  # the last layer is global
+    found: dict[str, Value] = {
+        "feed_forward_length": _values([one.mlp_dim for one in at]),
+        "attention.head_count_kv": _values([one.n_kv_head for one in at]),
+        "attention.shared_kv_layers": fields["num_kv_shared_layers"],
+        "attention.sliding_window": fields["sliding_window"],
+        "attention.sliding_window_pattern": np.array([kind.window is not None for kind in config.layers]),
+        "embedding_length_per_layer_input": config.per_layer_dim,
+        "rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
+    }
+    for kind, size in (("", width), ("_swa", local)):
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            found[f"{name}{kind}"] = size
+    if "sliding_attention" in ropes:
+        found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+    first = config.n_layer - fields["num_kv_shared_layers"]
+    if any(kind.kv_layer not in (None, first - (2 if kind.window else 1)) for kind in config.layers):
+        log.warning("llama.cpp takes shared keys from the two layers before: it computes other logits, or none")
+    if config.logits_softcap is not None:
+        found["final_logit_softcapping"] = float(config.logits_softcap)
+    return found
+
+
+def _values(of_layers: list[int]) -> Value:
+    """Return a number that all layers have, or those of each."""
+    return of_layers[0] if len(set(of_layers)) == 1 else np.array(of_layers)

@@ -1,0 +1,107 @@
+"""The metadata of an architecture in a GGUF file: keys are checked as they are read, and all must be known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from nanoinfer.checkpoints.gguf.file import Value
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.stored import StoredTensor
+from nanoinfer.utils.checks import plain, require_int, show
+from nanoinfer.utils.files import escaped
+
+_NOT_USED: dict[str, tuple[float, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_weights_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+}
+"""Key -> the values that ask for nothing: as if the key were missing."""
+_SAYS_NOTHING = re.compile(
+    r"attention\.layer_norm(_rms)?_epsilon|rope\.(dimension_sections|freq_base_swa|scaling\.\w+)"
+    r"|n_deepstack_layers|classifier\.output_labels|(vision|audio|mm)\..*"
+)
+"""Keys that ask for nothing where the architecture does not read them: of other norms, of the positions of images, of
+windows or a scaling that the model lacks, of parts that do not run."""
+_OF_EXPERTS = re.compile(r"expert_(?!used_count)\w+|interleave_moe_layer_step|moe_every_n_layers")
+"""Keys that ask for nothing in a model without experts."""
+_MAX_LENGTH = 4096  # of a value: no architecture has more layers
+
+
+class Metadata(Fields):
+    """The metadata of one architecture; the prefix of its keys is added here."""
+
+    def __init__(self, raw: Mapping[str, Value], arch: str, tensors: Mapping[str, StoredTensor]) -> None:
+        ours = {k: v for k, v in raw.items() if k.startswith(f"{arch}.")}
+        for key, value in ours.items():
+            if isinstance(value, (str, list, np.ndarray)) and len(value) > _MAX_LENGTH:
+                raise NanoinferError(f"{show(key)} has more than {_MAX_LENGTH} values")
+        read = {key: plain(value) for key, value in ours.items()}
+        idle = [f"{arch}.{name}" for name, values in _NOT_USED.items() if _is_one(read.get(f"{arch}.{name}"), values)]
+        super().__init__({key: value for key, value in read.items() if key not in idle})
+        self.arch, self.tensors = arch, tensors
+
+    def key(self, name: str) -> str:
+        """Return a key of this architecture: "block_count" -> "llama.block_count"."""
+        return f"{self.arch}.{name}"
+
+    def __contains__(self, name: str) -> bool:
+        return self.key(name) in self.raw
+
+    def int_(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        if default is None:
+            self.required(self.key(name))
+        return self.integer(self.key(name), default or 1)
+
+    def ints(self, name: str, count: int) -> list[int]:
+        """Return `count` positive integers, one for each layer, or a number that stands for all of them."""
+        value = self.required(self.key(name))
+        if not isinstance(value, list):
+            return [self.int_(name)] * count
+        if len(value) != count:
+            raise self.error(self.key(name), f"is not a list of {count} numbers, one for each layer")
+        return [require_int(self.key(name), one, 1, 2**31 - 1) for one in value]
+
+    def float_(self, name: str, default: float | None) -> float | None:
+        """Return a positive number."""
+        return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
+
+    def has_bias(self, name: str) -> bool:
+        """Return whether a matrix of the first layer has a bias: "attn_q", also as a part of "attn_qkv"."""
+        whole = "attn_qkv" if name == "attn_q" else name
+        return any(f"blk.0.{one}.bias" in self.tensors for one in (name, whole))
+
+    def check_known(self) -> None:
+        """Raise NanoinferError if the architecture has a key that was not read."""
+        if unknown := sorted(key for key in self.raw.keys() - self.known if not self._says_nothing(key)):
+            value = show(self.raw[unknown[0]])
+            raise NanoinferError(
+                f"{escaped(unknown[0])}={value} is not supported: the model needs something that is not implemented"
+            )
+
+    def _says_nothing(self, key: str) -> bool:
+        name, value = key.removeprefix(f"{self.arch}."), self.raw[key]
+        if name == "attention.sliding_window_pattern":
+            return "attention.sliding_window" not in self or (isinstance(value, list) and not any(value))
+        without_experts = "expert_count" not in self and _OF_EXPERTS.fullmatch(name)
+        return bool(without_experts or _SAYS_NOTHING.fullmatch(name))
+
+
+def _is_one(value: object, numbers: tuple[float, ...]) -> bool:
+    return type(value) in (int, float) and value in numbers

@@ -1,0 +1,196 @@
+"""Load nanochat's files: `model_000650.pt` (weights), `meta_000650.json` (config) and `tokenizer.pkl`.
+
+The pickles are untrusted: torch_archive.py reads the weights, an unpickler that knows one class, tiktoken's Encoding,
+reads the tokenizer. Neither executes code, and there is no fallback to pickle or torch.load.
+
+Covered: nanochat of October 2025 to January 2026, the architecture of transformers' models/nanochat, with or without
+padding of the vocabulary. Not covered: later versions, which add windows and tensors (`resid_lambdas`, `x0_lambdas`,
+value embeddings): an error names them. Rotations are computed in float32; nanochat rounds their sines to bfloat16.
+Source: github.com/karpathy/nanochat at 3a5e0bc, nanochat/checkpoint_manager.py, gpt.py and tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.checkpoints.plain_pickle import PlainUnpickler
+from nanoinfer.checkpoints.torch_archive import check_state, read_archive
+from nanoinfer.checkpoints.weights import Weights, check
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError, about
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.stored import StoredTensor
+from nanoinfer.tokenizers.special_tokens import prepend
+from nanoinfer.tokenizers.tokenizer import Tokenizer, explained, from_core, in_order, ranked
+from nanoinfer.utils.files import escaped, read_limited, read_object, reason
+
+MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB
+MAX_TOKENIZER_BYTES = 8 << 20  # with 65,536 tokens, nanochat's has 0.9 MB
+TOKENIZER = "tokenizer.pkl"
+_CHECKPOINT = re.compile(r"model_(\d{1,12})\.pt")
+_PADDED_TO = 64  # rows of the embedding and of the head, since December 2025
+
+_LAYOUT = replace(
+    FAMILIES["nanochat"],
+    fields={
+        "sequence_len": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+        "n_kv_head": "num_kv_heads", "n_embd": "n_embd",
+    },
+    names={
+        "wte": "transformer.wte", "lm_head": "lm_head", "attn.c_attn": ("attn.c_q", "attn.c_k", "attn.c_v"),
+        "attn.c_proj": "attn.c_proj", "mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj",
+    },
+    fixed={
+        **FAMILIES["nanochat"].fixed, "activation": "relu2", "logits_softcap": 15.0, "norm_epsilon": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    biases={},
+    only={"window_pattern": ("L",)},
+    layer="transformer.h.{}.",
+)  # fmt: skip
+
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+"""How nanochat splits text before BPE."""
+_BOS = "<|bos|>"
+_ENDS = ("<|assistant_end|>", _BOS)
+CHAT_TEMPLATE = """\
+{%- set start = 1 if messages[0]['role'] == 'system' else 0 -%}
+<|bos|>
+{%- for message in messages[start:] -%}
+{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
+{{ raise_exception('roles must be user, assistant, user, ... after an optional system message') }}
+{%- endif -%}
+{{ '<|' + message['role'] + '_start|>' }}
+{{- messages[0]['content'] + '\\n\\n' if start and loop.first else '' }}
+{{- message['content'] + '<|' + message['role'] + '_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif -%}
+"""
+"""The format of nanochat's `render_conversation`: a system message is the beginning of the first user message."""
+
+
+def find(path: Path) -> Path | None:
+    """Return the checkpoint that a path stands for: itself, or the last one in its folder; None: there is none."""
+    if not path.is_dir():
+        return path if _CHECKPOINT.fullmatch(path.name) and path.is_file() else None
+    if (path / "config.json").exists():
+        return None
+    steps = {int(m[1]): p for p in path.glob("model_*.pt") if (m := _CHECKPOINT.fullmatch(p.name))}
+    return steps[max(steps)] if steps else None
+
+
+def open_checkpoint(path: Path, dtype: str = "float32") -> Weights:
+    """Return the checked weights of a checkpoint. The file stays open as long as they exist.
+
+    Args:
+        path: the file `model_<step>.pt`, beside which there is a `meta_<step>.json`.
+        dtype: dtype to compute in.
+
+    Raises:
+        NanoinferError: a file is missing or malformed, or is of a version of nanochat that is not supported.
+    """
+    config = _config(path.with_name(f"meta_{path.stem.removeprefix('model_')}.json"))
+    tensors, num_bytes = read_archive(path)
+    where = escaped(path)
+    check_state(tensors, num_bytes, where)
+    state = {name.removeprefix("_orig_mod."): _unpadded(tensor, config) for name, tensor in tensors.items()}
+    if len(state) != len(tensors):
+        raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
+    return check(config, state, where, dtype, _LAYOUT)
+
+
+def _config(path: Path) -> ModelConfig:
+    """Return the config in a meta_<step>.json."""
+    where = escaped(path)
+    found = read_object(path, MAX_META_BYTES, "the config of a nanochat checkpoint").get("model_config")
+    if not isinstance(found, dict):
+        raise NanoinferError(f"{where} has no model_config: nanochat writes it beside each checkpoint")
+    fields = Fields(found)
+    with about(f"{where}: model_config"):
+        config = _LAYOUT.read(fields)
+    if unknown := sorted(found.keys() - fields.known):
+        names = escaped(", ".join(unknown))
+        raise NanoinferError(f"{where}: model_config has {names}, which is not supported: a later version of nanochat")
+    return replace(config, n_inner=config.mlp_dim)  # transformers' config names the width
+
+
+def _unpadded(tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
+    """Leave out the rows that nanochat adds to the vocabulary so that processes can share it evenly."""
+    rows = -(-config.vocab_size // _PADDED_TO) * _PADDED_TO
+    padded = tensor.shape == (rows, config.n_embd)
+    return replace(tensor, shape=(config.vocab_size, config.n_embd)) if padded else tensor
+
+
+def find_tokenizer(checkpoint: Path) -> Path | None:
+    """Return the tokenizer of a checkpoint: in its folder, or where nanochat keeps it; None: there is none.
+
+    nanochat stores `base_checkpoints/d20/model_000650.pt` and `tokenizer/tokenizer.pkl` under one root.
+    """
+    places = [checkpoint.parent / TOKENIZER, checkpoint.resolve().parent.parent.parent / "tokenizer" / TOKENIZER]
+    return next((p for p in places if p.is_file()), None)
+
+
+class _Encoding:
+    """Stands for tiktoken's Encoding: pickle creates it without arguments, and then sets its state."""
+
+    state: Any = None
+
+
+class _EncodingUnpickler(PlainUnpickler):
+    """Unpickles an Encoding: containers, strings, integers and bytes."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(raw, {"tiktoken.core.Encoding": _Encoding}, "NEWOBJ SHORT_BINBYTES BINBYTES")
+
+    def build(self, target: Any, state: Any) -> None:
+        """Set the state of an Encoding."""
+        if type(target) is not _Encoding:
+            raise pickle.UnpicklingError(f"it sets the state of a {type(target).__name__}")
+        target.state = state
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a `tokenizer.pkl`, a byte-level BPE.
+
+    Raises:
+        NanoinferError: the file is malformed or too large, contains code, or splits text as nanochat does not.
+    """
+    raw, where = read_limited(path, MAX_TOKENIZER_BYTES, "a tokenizer.pkl"), escaped(path)
+    try:
+        state = _EncodingUnpickler(raw).load().state
+        ranks, special, pattern = state["mergeable_ranks"], state["special_tokens"], state["pat_str"]
+        tokens = in_order(ranks, 0, bytes)
+        names = in_order(special, len(tokens))
+    except Exception as e:  # a hostile pickle can raise any exception
+        why = f"{type(e).__name__}: {reason(e)}"
+        raise NanoinferError(f"{where} is not a tokenizer of tiktoken, as nanochat writes it ({why})") from None
+    if pattern not in (PATTERN, PATTERN.replace("{1,2}", "{1,3}")):
+        raise NanoinferError(f"{where}: pat_str={escaped(pattern, 60)!r} is not supported: only nanochat's is")
+    with explained(f"{where}: the tokenizer cannot be built"):
+        return _build(tokens, names, pattern)
+
+
+def _build(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
+    """Return the tokenizer with these tokens, in order of their ranks, and these special tokens after them."""
+    special = {name: len(tokens) + i for i, name in enumerate(names)}
+    core = ranked(tokens, special, (pattern,))
+    core.add_special_tokens(names)
+    if _BOS in special:
+        prepend(core, _BOS, special[_BOS])
+    return from_core(core)
+
+
+def with_special_tokens(weights: Weights, tokenizer: Tokenizer) -> tuple[Weights, str | None]:
+    """Return the weights with the start and end tokens of a tokenizer, and the chat template if it has its tokens."""
+    core = getattr(tokenizer, "core", None)
+    if core is None or any(core.token_to_id(name) is None for name in _ENDS):
+        return weights, None
+    ends = tuple(core.token_to_id(name) for name in _ENDS)
+    return replace(weights, config=replace(weights.config, bos_token_id=ends[1], eos_token_ids=ends)), CHAT_TEMPLATE

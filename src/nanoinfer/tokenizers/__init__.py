@@ -1,0 +1,1 @@
+"""Tokenizers, incremental text, and chat templates."""

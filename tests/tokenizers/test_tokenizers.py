@@ -1,0 +1,512 @@
+"""Tokenizers: text survives the round trip, streams equal the whole decode, broken files and ids are errors."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import tiktoken.load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenizers as hf
+from helpers.environment import ROOT
+from helpers.errors import refuses
+from helpers.models import CHARS
+from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, unigram, word_piece
+from nanoinfer.checkpoints.tokenizer_files import from_folder
+from nanoinfer.tokenizers import tokenizer as tokenizers
+from nanoinfer.tokenizers.tokenizer import (
+    ByteLevelTokenizer,
+    CharTokenizer,
+    GenericTokenizer,
+    Tokenizer,
+    char_to_json,
+    decode,
+    from_file,
+    from_json,
+    to_json,
+)
+from nanoinfer.training.data import train_bpe
+from tokenizers import decoders, models, pre_tokenizers
+
+# Characters that the regex engines compared here all know: assigned in this Python's Unicode.
+UNICODE = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60)
+QUICK = settings(max_examples=60, deadline=None)
+
+
+GENERIC = {"WordPiece": word_piece, "Unigram": unigram, "byte-fallback": byte_fallback}
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*map(stream.push, ids), stream.flush()]
+
+
+# Byte-level BPE --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t[:12])
+def test_any_text_survives_byte_level_bpe(text: str) -> None:
+    assert decode(bpe(), bpe().encode(text)) == text
+
+
+@QUICK
+@given(st.text(max_size=60))
+def test_any_unicode_survives_byte_level_bpe(text: str) -> None:
+    assert decode(bpe(), bpe().encode(text)) == text
+
+
+@QUICK
+@given(st.lists(st.integers(0, 319), max_size=40))
+def test_a_stream_of_any_tokens_is_their_bytes_decoded(ids: list[int]) -> None:
+    whole = b"".join(map(bpe().token_bytes, ids)).decode(errors="replace")
+    assert "".join(pieces(bpe(), ids)) == whole
+    assert whole == bpe().core.decode(ids, skip_special_tokens=False)  # the library's own bytes
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t[:12])
+def test_no_piece_holds_half_a_character(text: str) -> None:
+    tokens = train_bpe(["abc"], 256)  # no merges: every byte of every character is a token of its own
+    for tokenizer in (bpe(), from_json(tokens, "bytes")):
+        made = pieces(tokenizer, tokenizer.encode(text))
+        assert "".join(made) == text
+        assert "\ufffd" not in "".join(made)
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    tokenizer = from_json(train_bpe(["abc"], 256), "bytes")
+    assert pieces(tokenizer, tokenizer.encode("é日🎉")) == ["", "é", "", "", "日", "", "", "", "🎉", ""]
+
+
+def test_an_unfinished_character_is_flushed_as_one_replacement() -> None:
+    tokenizer = from_json(train_bpe(["abc"], 256), "bytes")
+    assert pieces(tokenizer, tokenizer.encode("a🎉")[:-1]) == ["a", "", "", "", "\ufffd"]
+
+
+def test_token_bytes() -> None:
+    tokenizer = from_json(train_bpe(["the the the"], 259), "bpe")
+    assert isinstance(tokenizer, ByteLevelTokenizer)
+    assert tokenizer.token_bytes(258) == b" the"
+    assert {tokenizer.token_bytes(i) for i in range(256)} == {bytes([b]) for b in range(256)}
+
+
+def test_added_tokens_are_text_too() -> None:
+    core = hf.Tokenizer.from_str(to_json(bpe()))
+    core.add_special_tokens(["<|endoftext|>", "<|é 日|>"])
+    core.add_tokens(["plain added"])
+    tokenizer = from_json(core.to_str(), "with added")
+    assert tokenizer.vocab_size == 323
+    assert tokenizer.encode("a<|endoftext|>") == [*bpe().encode("a"), 320]
+    assert decode(tokenizer, [320, 321, 322]) == "<|endoftext|><|é 日|>plain added"
+
+
+# Characters ------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(st.text(CHARS, max_size=60))
+def test_characters_survive_their_json(text: str) -> None:
+    tokenizer = from_json(char_to_json(CHARS), "chars")
+    assert isinstance(tokenizer, CharTokenizer)
+    assert tokenizer.encode(text) == [CHARS.index(c) for c in text]
+    assert pieces(tokenizer, tokenizer.encode(text)) == [*text, ""]
+
+
+@pytest.mark.parametrize("chars", [CHARS, "a", "ba", "日🎉é\x00\n\"\\'", "Ġ▁#"], ids=repr)
+def test_a_character_vocabulary_keeps_its_order(chars: str) -> None:
+    tokenizer = from_json(to_json(CharTokenizer(chars)), "chars")
+    assert isinstance(tokenizer, CharTokenizer)
+    assert tokenizer.chars == list(chars)
+
+
+@pytest.mark.parametrize("char", ["é", "\n", "🎉", "\ud800"])
+def test_an_unknown_character_is_named(char: str) -> None:
+    refuses(lambda: CharTokenizer("abc").encode(f"ab{char}"), repr(char), "3")
+
+
+@pytest.mark.parametrize("chars", [[], ["a", "\ud800"]], ids=repr)
+def test_a_character_vocabulary_that_no_text_can_hold(chars: list[str]) -> None:
+    refuses(lambda: CharTokenizer(chars), "vocabulary")
+
+
+# Any other kind --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", GENERIC.values(), ids=GENERIC)
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t[:12])
+def test_a_generic_stream_equals_the_whole_decode(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    assert isinstance(tokenizer, GenericTokenizer)
+    ids = tokenizer.encode(text)
+    assert decode(tokenizer, ids) == tokenizer.core.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("make", GENERIC.values(), ids=GENERIC)
+@QUICK
+@given(text=st.text(max_size=40) | st.text("ab é日🎉", max_size=40))
+def test_a_generic_stream_of_any_text_equals_the_whole_decode(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    assert isinstance(tokenizer, GenericTokenizer)
+    ids = tokenizer.encode(text)
+    assert decode(tokenizer, ids) == tokenizer.core.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("make", [word_piece, unigram])
+@QUICK
+@given(data=st.data())
+def test_a_generic_stream_of_any_tokens_equals_the_whole_decode(
+    make: Callable[[], Tokenizer], data: st.DataObject
+) -> None:
+    tokenizer = make()
+    assert isinstance(tokenizer, GenericTokenizer)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    assert decode(tokenizer, ids) == tokenizer.core.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("text", ["🎉🎊🎉😀🎉 a", "a b éöü日本語日本 a", "日" * 30])
+def test_byte_fallback_makes_whole_characters(text: str) -> None:
+    made = pieces(byte_fallback(), byte_fallback().encode(text))
+    assert "".join(made) == text
+    assert "\ufffd" not in "".join(made)
+
+
+def test_an_unfinished_character_leaves_the_one_before_whole() -> None:
+    ids = byte_fallback().encode("🎉é")
+    assert decode(byte_fallback(), ids[:-1]) == "🎉\ufffd"
+    assert decode(byte_fallback(), [*ids[:-1], 259]) == "🎉\ufffdb"
+
+
+def test_a_broken_byte_is_not_held_for_ever() -> None:
+    made = pieces(byte_fallback(), [1 + 0x80] * 12)
+    assert "".join(made) == "\ufffd" * 12
+    assert made[7] == "\ufffd" * 8
+
+
+# Ids and texts that have no meaning ------------------------------------------------------------------
+
+ALL: dict[str, Callable[[], Tokenizer]] = {**GENERIC, "bpe": bpe, "chars": lambda: CharTokenizer("abc")}
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("token_id", [-1, 320, 2**31, 2**40])
+def test_an_id_without_text_is_an_error(make: Callable[[], Tokenizer], token_id: int) -> None:
+    refuses(lambda: decode(make(), [0, token_id]), f"token id {token_id} ")
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.ByteLevel()], ids=["generic", "byte-level"])
+def test_an_id_in_a_gap_is_shown_not_raised(decoder: decoders.Decoder | None) -> None:
+    """It can be drawn, and must not end everybody's request."""
+    core = hf.Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
+    core.decoder = decoder
+    tokenizer = from_json(core.to_str(), "gap")
+    assert tokenizer.vocab_size == 6
+    assert decode(tokenizer, [5, 3, 0]) == "b\ufffda"
+    refuses(lambda: decode(tokenizer, [6]), "token id 6 ")
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff", "\udc80\ud800"], ids=repr)
+def test_lone_surrogates_are_an_error(make: Callable[[], Tokenizer], text: str) -> None:
+    refuses(lambda: make().encode(text))
+
+
+@pytest.mark.parametrize("make", [bpe, word_piece, unigram])
+def test_a_long_text_has_the_tokens_of_the_library(make: Callable[[], Tokenizer]) -> None:
+    """It is encoded by another function of the library, which releases Python's global lock."""
+    text = " ".join(TEXTS) * (1 + tokenizers.LONG_TEXT // len(" ".join(TEXTS)))
+    assert len(text) >= tokenizers.LONG_TEXT
+    core = make().core  # type: ignore[attr-defined]
+    assert make().encode(text) == core.encode(text, add_special_tokens=False).ids
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_an_error() -> None:
+    core = hf.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))  # whose unknown token is unknown
+    tokenizer = from_json(core.to_str(), "no unk")
+    refuses(lambda: tokenizer.encode("b"), "[UNK]")
+
+
+# Files -----------------------------------------------------------------------------------------------
+
+
+def test_vocab_and_merges_make_the_same_tokenizer(tmp_path: Path) -> None:
+    spec = json.loads(to_json(bpe()))["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(spec["vocab"] | {"<|endoftext|>": 320}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in spec["merges"]))
+    tokenizer = from_folder(tmp_path)
+    assert isinstance(tokenizer, ByteLevelTokenizer)
+    assert tokenizer.vocab_size == 321
+    for text in TEXTS:
+        assert tokenizer.encode(text) == bpe().encode(text)
+        assert decode(tokenizer, tokenizer.encode(text)) == text
+    assert tokenizer.encode("<|endoftext|>") == [320]
+
+
+def test_tokenizer_json_comes_before_vocab_and_merges(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(char_to_json("abc"))
+    (tmp_path / "vocab.json").write_text("broken")
+    (tmp_path / "merges.txt").write_text("broken")
+    assert isinstance(from_folder(tmp_path), CharTokenizer)
+
+
+def test_a_folder_without_tokenizer_has_none(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")  # alone it says nothing
+    assert from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "vocab,merges",
+    [
+        (b"", b""),
+        (b"[]", b""),
+        (b"{}", b""),
+        (b'{"a": -1}', b""),
+        (b'{"a": "x"}', b""),
+        (b'{"a": 0, "b": 1}', b"a b\n"),  # the merged token is not in the vocabulary
+        (b'{"a": 0}', b"a\n"),
+        (b'{"a": 0}', b"\xff\xfe"),
+        (b"\xff\xfe", b""),
+        (b"[" * 100_000, b""),
+    ],
+    ids=lambda v: repr(v[:20]),
+)
+def test_broken_vocab_and_merges(tmp_path: Path, vocab: bytes, merges: bytes) -> None:
+    (tmp_path / "vocab.json").write_bytes(vocab)
+    (tmp_path / "merges.txt").write_bytes(b"#version: 0.2\n" + merges)
+    refuses(lambda: from_folder(tmp_path), "vocab.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"3", b"null", b"{}", b"\xff\xfe\x00", b"[" * 100_000, b'{"model": []}', b'{"model": {}}'],
+    ids=lambda v: repr(v[:20]),
+)
+def test_a_tokenizer_json_of_garbage(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    refuses(lambda: from_file(tmp_path / "tokenizer.json"), "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "where,value",
+    [
+        (["version"], "9.9"),
+        (["model", "type"], "Unknown"),
+        (["model", "type"], "Unigram"),
+        (["model", "vocab"], {}),
+        (["model", "vocab"], {"a": -1}),
+        (["model", "vocab"], {"a": 2**40}),
+        (["model", "vocab"], {"a": 0.5}),
+        (["model", "vocab"], [["a", 1]]),
+        (["model", "merges"], [["a"]]),
+        (["model", "merges"], [["no", "such"]]),
+        (["model", "merges"], "a b"),
+        (["model", "continuing_subword_prefix"], "a b"),  # makes the library's Rust code panic
+        (["model", "dropout"], 7),
+        (["decoder"], {"type": "Unknown"}),
+        (["decoder"], "ByteLevel"),
+        (["pre_tokenizer"], {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
+        (["added_tokens"], [{"id": "x"}]),
+    ],
+    ids=lambda v: repr(v)[:30],
+)
+def test_a_tokenizer_json_with_one_thing_wrong(where: list[str], value: object) -> None:
+    spec: dict[str, Any] = json.loads(to_json(bpe()))
+    part = spec
+    for key in where[:-1]:
+        part = part[key]
+    part[where[-1]] = value
+    refuses(lambda: from_json(json.dumps(spec), "some/tokenizer.json"), "some/tokenizer.json")
+
+
+@pytest.mark.parametrize("vocab", [{"a": 0, "b": 2}, {"a": 0, "b": 0}, {"a": "0"}, {"\ud800": 0}, {}], ids=str)
+def test_a_character_json_with_bad_ids(vocab: dict[str, object]) -> None:
+    spec = json.loads(char_to_json("ab"))
+    spec["model"]["vocab"] = vocab
+    refuses(lambda: from_json(json.dumps(spec), "some/tokenizer.json"), "some/tokenizer.json")
+
+
+def test_a_tokenizer_json_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "MAX_TOKENIZER_BYTES", 100)
+    (tmp_path / "tokenizer.json").write_text(char_to_json(CHARS))
+    refuses(lambda: from_file(tmp_path / "tokenizer.json"), "100", str(len(char_to_json(CHARS))))
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_tables_that_are_too_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(tokenizers, "MAX_TOKENIZER_BYTES", 100)
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / name).write_text(" " * 101)
+    refuses(lambda: from_folder(tmp_path), "101", "100", name)
+
+
+# Limits ----------------------------------------------------------------------------------------------
+
+
+def with_parts(tokenizer: Tokenizer, **parts: object) -> str:
+    return json.dumps(json.loads(to_json(tokenizer)) | parts)
+
+
+TRUNCATION = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 400}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3, "pad_type_id": 0,
+    "pad_token": "x",
+}  # fmt: skip
+
+
+def test_truncation_and_padding_are_off() -> None:
+    text = "the " * 320
+    ids = bpe().encode(text)
+    assert len(ids) >= 320
+    for parts in ({"truncation": TRUNCATION}, {"padding": PADDING}, {"truncation": TRUNCATION, "padding": PADDING}):
+        assert from_json(with_parts(bpe(), **parts), "cut").encode(text) == ids
+        assert from_json(with_parts(bpe(), **parts), "cut").encode("a") == bpe().encode("a")
+
+
+def test_a_padding_that_would_end_the_process_is_left_out() -> None:
+    huge = PADDING | {"strategy": {"Fixed": 2**33}}
+    assert from_json(with_parts(bpe(), padding=huge), "padded").encode("a") == bpe().encode("a")
+
+
+def replace_by(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern or {"String": "a"}, "content": content}
+
+
+def chain(kind: str, step: dict[str, object], times: int) -> dict[str, object]:
+    return {"type": "Sequence", kind: [step] * times}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GROWING: dict[str, dict[str, object]] = {
+    "replace": {"normalizer": chain("normalizers", replace_by("aa"), 40)},
+    "nested": {"normalizer": chain("normalizers", chain("normalizers", replace_by("aa"), 20), 2)},
+    "one long": {"normalizer": chain("normalizers", replace_by("a" * 100), 2)},
+    "empty pattern": {"normalizer": chain("normalizers", replace_by("a", Regex=""), 40)},
+    "bytes": {"pre_tokenizer": chain("pretokenizers", BYTES, 40)},
+    "normalizer and pre-tokenizer": {
+        "normalizer": chain("normalizers", replace_by("aa"), 6),
+        "pre_tokenizer": chain("pretokenizers", BYTES, 6),
+    },
+    "prepend": {"normalizer": {"type": "Prepend", "prepend": "a" * 2000}},
+    "decoder": {"decoder": chain("decoders", replace_by("aa"), 40)},
+    "steps": {"normalizer": chain("normalizers", {"type": "Lowercase"}, 200)},
+    "precompiled": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(bytes(4) + b"a\0" + b"b" * 2000).decode(),
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
+def test_a_chain_that_explodes_is_refused(parts: dict[str, object]) -> None:
+    refuses(
+        lambda: from_json(with_parts(bpe(), **parts), "some/tokenizer.json"),
+        "some/tokenizer.json",
+        "steps" if "Lower" in str(parts) else "1024 times",
+    )
+
+
+def test_steps_that_lengthen_a_text_a_little_load() -> None:
+    normalizer = {"type": "Sequence", "normalizers": [replace_by("aa")] * 3}
+    tokenizer = from_json(with_parts(bpe(), normalizer=normalizer), "eight")
+    assert decode(tokenizer, tokenizer.encode("a")) == "a" * 8
+    normal = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}] * 20}
+    assert from_json(with_parts(bpe(), normalizer=normal), "normal").encode("A") == bpe().encode("a")
+
+
+def test_a_pattern_that_backtracks_without_end_is_an_error() -> None:
+    """The library's own limit: half a second, then the text is refused."""
+    step = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    tokenizer = from_json(with_parts(bpe(), pre_tokenizer=step), "slow")
+    refuses(lambda: tokenizer.encode("a" * 100), "cannot be encoded")
+
+
+def test_a_tokenizer_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    refuses(lambda: from_file(tmp_path / "tokenizer.json"), "pipe")
+
+
+# Parity with tiktoken --------------------------------------------------------------------------------
+
+RANKS = ROOT.parent / "shared" / "data" / "gpt2.tiktoken"
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+EOT = "<|endoftext|>"
+
+
+def split_at(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """Return the two tokens whose merge made this one: b" the" -> (b" t", b"he")."""
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        costs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        at = min((c, i) for i, c in enumerate(costs) if c < ranks[token])[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[tiktoken.Encoding, Tokenizer]:
+    """GPT-2's tokenizer twice: tiktoken's, and ours from a tokenizer.json made of the same ranks."""
+    if not RANKS.is_file():
+        pytest.skip(f"GPT-2's ranks are not at {RANKS.parent.name}/{RANKS.name} beside the repository")
+    ranks = tiktoken.load.load_tiktoken_bpe(str(RANKS))
+    theirs = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 50256})
+    chars = {b: c for c, b in byte_characters().items()}
+
+    def spell(token: bytes) -> str:
+        return "".join(chars[b] for b in token)
+
+    merges = [tuple(map(spell, split_at(t, ranks))) for t, _ in sorted(ranks.items(), key=lambda x: x[1]) if len(t) > 1]
+    core = hf.Tokenizer(models.BPE(vocab={spell(t): i for t, i in ranks.items()} | {EOT: 50256}, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([EOT])
+    return theirs, from_json(core.to_str(), "gpt2")
+
+
+def byte_characters() -> dict[str, int]:
+    """The library's own table, read off what it does to every byte: "Ġ" -> 32."""
+    table = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = hf.Tokenizer(models.BPE(vocab=table, merges=[]))
+    core.decoder = decoders.ByteLevel()
+    tokenizer = from_json(core.to_str(), "bytes")
+    assert isinstance(tokenizer, ByteLevelTokenizer)
+    return {c: tokenizer.token_bytes(i)[0] for c, i in table.items()}
+
+
+def test_gpt2_has_known_tokens(gpt2: tuple[tiktoken.Encoding, Tokenizer]) -> None:
+    _, ours = gpt2
+    assert ours.vocab_size == 50257
+    assert ours.encode("Hello world") == [15496, 995]
+    assert ours.encode(EOT) == [50256]
+    assert decode(ours, [15496, 995, 50256]) == "Hello world<|endoftext|>"
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t[:12])
+def test_gpt2_encodes_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], text: str) -> None:
+    theirs, ours = gpt2
+    assert ours.encode(text) == theirs.encode(text, allowed_special="all")  # as nanoGPT does
+    assert decode(ours, theirs.encode(text)) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=UNICODE | st.text("abI'lsve 12\n\t.,é日🎉\u3000", max_size=60))
+def test_gpt2_encodes_any_text_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], text: str) -> None:
+    theirs, ours = gpt2
+    assert ours.encode(text) == theirs.encode(text, allowed_special="all")  # as nanoGPT does
+    assert decode(ours, ours.encode(text)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 50256), max_size=30))
+def test_gpt2_decodes_any_tokens_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], ids: list[int]) -> None:
+    theirs, ours = gpt2
+    assert decode(ours, ids) == theirs.decode(ids)
