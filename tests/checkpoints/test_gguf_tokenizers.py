@@ -213,6 +213,21 @@ def test_sentencepiece_tokenizers_equal_the_conversion_of_transformers(tmp_path:
     assert decode(plain, plain.encode("a b")) == "a b"
 
 
+def test_a_character_that_longer_tokens_alone_contain_is_its_byte_token(tmp_path: Path) -> None:
+    """Gemma 1 and 2 have tokens of two tabs and more, and the tab as a byte."""
+    _, metadata = sentencepiece(tmp_path, add_bos_token=False, add_space_prefix=False)
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    count, byte = len(tokens), tokens.index("<0x09>")
+    changed = {"tokens": [*tokens, "\t\t", "\t\t\t"], "scores": np.append(scores, np.float32([-1, -2])),
+               "token_type": np.append(kinds, np.int32([1, 1]))}  # fmt: skip
+    ours = read(metadata | {f"tokenizer.ggml.{name}": item for name, item in changed.items()}, tmp_path)
+    for text, ids in (("\t", [byte]), ("\t\t", [count]), ("\t\t\t", [count + 1]), ("\t" * 4, [count, count])):
+        assert ours.encode(text) == ids
+        assert decode(ours, ids) == text
+    assert ours.encode("\x0b") == [tokens.index("<0x0B>")]
+
+
 def test_the_tokenizer_of_gemma4_is_sentencepiece_with_merges(tmp_path: Path) -> None:
     core, metadata = sentencepiece(tmp_path, model="gemma4", scores=None, add_space_prefix=False)
     merges = [" ".join(pair) for pair in json.loads(core.to_str())["model"]["merges"]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,6 +108,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if kind == "gpt2" and pre not in WITHOUT_BYTES:
             core, add_bos = _byte_level(vocabulary, pre)
         else:
+            vocabulary = _with_characters(vocabulary) if kind == "llama" else vocabulary
             core, add_bos = _sentencepiece(vocabulary, kind), kind == "llama"
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
@@ -240,6 +241,23 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> tuple[tokenizers.Tokenizer
     if split.compose:
         core.normalizer = normalizers.NFC()
     return core, split.add_bos
+
+
+def _with_characters(vocabulary: _Vocabulary) -> _Vocabulary:
+    """Name byte tokens by their ASCII characters where longer tokens alone contain these, so that merges begin there.
+
+    Gemma 1 and 2 have tokens of several tabs, and the tab as <0x09> only (transformers: `GemmaConverter.vocab`).
+    """
+    parts = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    characters = set("".join(token for token, kind in parts if kind in (NORMAL, USER_DEFINED, UNUSED)))
+    names = {f"<0x{ord(c):02X}>": c for c in sorted(characters) if c.isascii() and c not in vocabulary.ids}
+    ids = {i: character for name, character in names.items() if (i := vocabulary.ids.get(name)) is not None}
+    if not ids:
+        return vocabulary
+    kinds, tokens = vocabulary.kinds.copy(), list(vocabulary.tokens)
+    for i, character in ids.items():
+        kinds[i], tokens[i] = NORMAL, character
+    return replace(vocabulary, tokens=tokens, kinds=kinds, ids={token: i for i, token in enumerate(tokens)})
 
 
 def _sentencepiece(vocabulary: _Vocabulary, kind: str) -> tokenizers.Tokenizer:
