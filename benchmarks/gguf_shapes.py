@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf import export as gguf_export
-from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer
+from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import Experts, ModelConfig
 from nanoinfer.models.parameters import initialize

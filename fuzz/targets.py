@@ -69,7 +69,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.speculative import draft_head
 from nanoinfer.tokenizers import tokenizer as tokenizers
-from nanoinfer.tokenizers.fingerprint import fingerprint
+from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.training import loop
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.state import STATE

@@ -24,10 +24,9 @@ from nanoinfer.checkpoints.gguf import export as gguf_export  # noqa: E402
 from nanoinfer.checkpoints.gguf import splits as gguf_splits  # noqa: E402
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer  # noqa: E402
 from nanoinfer.checkpoints.gguf.splits import SPLITS, Split  # noqa: E402
-from nanoinfer.checkpoints.gguf.tokenizer_export import write_tokenizer  # noqa: E402
+from nanoinfer.checkpoints.gguf.tokenizer import write_tokenizer  # noqa: E402
 from nanoinfer.checkpoints.load import LoadedModel, load_model  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
-from nanoinfer.tokenizers import special_tokens  # noqa: E402
 from nanoinfer.tokenizers import tokenizer as tokenizers  # noqa: E402
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, byte_level, decode  # noqa: E402
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
@@ -134,7 +133,7 @@ def test_special_tokens_and_end_tokens() -> None:
 def test_a_start_token_is_added_by_the_reader_too() -> None:
     tokenizer = with_special()
     assert isinstance(tokenizer, tokenizers.ByteLevelTokenizer)
-    special_tokens.prepend(tokenizer.core, "<|im_start|>", tokenizer.vocab_size - 3)
+    tokenizers.prepend(tokenizer.core, "<|im_start|>", tokenizer.vocab_size - 3)
     starting = tokenizers.from_json(tokenizers.to_json(tokenizer), "a tokenizer")
     metadata = write(starting, bos_token_id=3)
     assert metadata["add_bos_token"] is True

@@ -25,9 +25,8 @@ from nanoinfer.checkpoints import huggingface, packed
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
-from nanoinfer.checkpoints.quantized.base import QuantizedTensor
-from nanoinfer.checkpoints.quantized.floats import TABLES
-from nanoinfer.checkpoints.quantized.folder import dequantized
+from nanoinfer.checkpoints.quantized.base import TABLES, QuantizedTensor
+from nanoinfer.checkpoints.quantized.methods import dequantized
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.stored import StoredTensor, read_safetensors
 from nanoinfer.roofline.shapes import find_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanoinfer.checkpoints.quantized.folder import dequantized
+from nanoinfer.checkpoints.quantized.methods import dequantized
 from nanoinfer.models.stored import read_safetensors
 
 NAME = "model.layers.0.mlp.up_proj"

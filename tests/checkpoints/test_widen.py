@@ -12,8 +12,8 @@ from helpers.errors import refuses
 from helpers.models import CHARS, TINY, load_gpt, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
-from nanoinfer.checkpoints.widen import widen as widen_weights
-from nanoinfer.checkpoints.widen import widened
+from nanoinfer.checkpoints.transforms import widen as widen_weights
+from nanoinfer.checkpoints.transforms import widened
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.gpt import GPT

@@ -35,7 +35,6 @@ from nanoinfer import (
 from nanoinfer.entrypoints.vllm_names import FOREIGN
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from nanoinfer.tokenizers import special_tokens
 from nanoinfer.tokenizers import tokenizer as tokenizers
 
 PAGE = (ROOT / "docs" / "from-vllm.md").read_text()
@@ -342,7 +341,7 @@ def test_tokenizer(llm: LLM, tmp_path: Path) -> None:
     template = "<s>{{ messages[0].content }}"
     core = hf.Tokenizer.from_str(tokenizers.to_json(bpe()))
     core.add_special_tokens(["<s>"])
-    special_tokens.prepend(core, "<s>", 320)
+    tokenizers.prepend(core, "<s>", 320)
     folder = make_folder(tmp_path / "bos", replace(TINY, vocab_size=321))
     (folder / "tokenizer.json").write_text(core.to_str())
     llm = LLM(str(folder))

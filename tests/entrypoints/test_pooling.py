@@ -27,7 +27,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import QueueFull
 from nanoinfer.models import pooling
 from nanoinfer.models.pooling import Pooling
-from nanoinfer.tokenizers import special_tokens
+from nanoinfer.tokenizers import tokenizer
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.tokenizers.tokenizer import from_core
 from nanoinfer.utils.files import write_folder
@@ -261,9 +261,9 @@ def test_a_text_gets_the_tokens_of_the_tokenizers_files(tmp_path: Path, caplog: 
 def test_surround_adds_both_tokens() -> None:
     core = hf.Tokenizer(hf.models.BPE(vocab={"a": 0, "<s>": 1, "</s>": 2}, merges=[]))
     core.add_special_tokens(["<s>", "</s>"])
-    special_tokens.surround(core, None, ("</s>", 2))
+    tokenizer.surround(core, None, ("</s>", 2))
     assert (from_core(core).bos_token_id, from_core(core).suffix) == (None, (2,))
-    special_tokens.surround(core, ("<s>", 1), ("</s>", 2))
+    tokenizer.surround(core, ("<s>", 1), ("</s>", 2))
     assert (from_core(core).bos_token_id, from_core(core).suffix) == (1, (2,))
 
 

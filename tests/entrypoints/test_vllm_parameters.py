@@ -16,7 +16,6 @@ from helpers.errors import refuses
 from helpers.models import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.tokenizers import special_tokens
 from nanoinfer.tokenizers import tokenizer as tokenizers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -213,7 +212,7 @@ def test_prompts_are_truncated_at_the_left(llm: LLM, chat: LLM, tmp_path: Path) 
     assert out.prompt_token_ids == chat.apply_chat_template(HI)[-3:]
 
     core = hf.Tokenizer.from_str(tokenizers.to_json(chat.tokenizer))  # type: ignore[arg-type]
-    special_tokens.prepend(core, "<pad>", 0)
+    tokenizers.prepend(core, "<pad>", 0)
     folder = chat_folder(tmp_path / "bos")
     (folder / "tokenizer.json").write_text(core.to_str())
     start = LLM(str(folder))

@@ -15,7 +15,7 @@ from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_model, make_weights
 from nanoinfer import LLM
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.checkpoints.truncate_layers import truncate_layers
+from nanoinfer.checkpoints.transforms import truncate_layers
 from nanoinfer.config import Experts, LayerKind, ModelConfig, Rotary
 from nanoinfer.models import experts as experts_module
 from nanoinfer.models.experts import ExpertMLP, route

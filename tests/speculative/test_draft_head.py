@@ -34,7 +34,7 @@ from helpers.speculation import SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.load import builtin_names
-from nanoinfer.checkpoints.widen import widen
+from nanoinfer.checkpoints.transforms import widen
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
@@ -47,8 +47,7 @@ from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
 from nanoinfer.speculative.head_drafter import HeadDrafter
 from nanoinfer.tokenizers import tokenizer as tokenizers
-from nanoinfer.tokenizers.fingerprint import fingerprint
-from nanoinfer.tokenizers.tokenizer import CharTokenizer, char_to_json
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, char_to_json, fingerprint
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig

@@ -16,9 +16,8 @@ import nanoinfer
 import tokenizers as hf
 from helpers.trained_tokenizers import byte_fallback, unigram, word_piece
 from nanoinfer.checkpoints.tokenizer_files import from_folder
-from nanoinfer.tokenizers.least_tokens import _NFC_SHRINKS
-from nanoinfer.tokenizers.special_tokens import prepend
-from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, byte_alphabet, from_core
+from nanoinfer.tokenizers.limits import _NFC_SHRINKS
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, byte_alphabet, from_core, prepend
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 BUILT_IN = Path(nanoinfer.__file__).parent / "models" / "builtin" / "shakespeare"

@@ -19,7 +19,7 @@ import numpy as np
 
 from nanoinfer.checkpoints import hf_config
 from nanoinfer.checkpoints.quantized.base import QuantizedTensor
-from nanoinfer.checkpoints.quantized.folder import dequantized
+from nanoinfer.checkpoints.quantized.methods import dequantized
 from nanoinfer.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.config import ModelConfig

@@ -5,9 +5,9 @@ A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the
 model.safetensors stands for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists,
 `a/b` is a path and is not looked up on the Hub.
 
-`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to the width and number of
-layers of the preset. It has the output, vocabulary, context length and tokenizer of `shakespeare`, and about the cost
-of gpt2-large.
+`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (transforms.py) to the width and number
+of layers of the preset. It has the output, vocabulary, context length and tokenizer of `shakespeare`, and about the
+cost of gpt2-large.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
 
 
 def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_len: int | None) -> LoadedModel:
-    from nanoinfer.checkpoints.widen import widen
+    from nanoinfer.checkpoints.transforms import widen
 
     source, shape = split_wide(name)
     loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer, max_model_len=max_model_len)

@@ -17,16 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoints.plain_pickle import PlainUnpickler
-from nanoinfer.checkpoints.torch_archive import check_state, read_archive
+from nanoinfer.checkpoints.torch_archive import PlainUnpickler, check_state, read_archive
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
-from nanoinfer.tokenizers.special_tokens import prepend
-from nanoinfer.tokenizers.tokenizer import Tokenizer, explained, from_core, in_order, ranked
+from nanoinfer.tokenizers.tokenizer import Tokenizer, explained, from_core, in_order, prepend, ranked
 from nanoinfer.utils.files import escaped, read_limited, read_object, reason
 
 MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB

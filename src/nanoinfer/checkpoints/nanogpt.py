@@ -1,7 +1,7 @@
 """Load nanoGPT's files: `ckpt.pt` (weights and config) and `meta.pkl` (a character-level vocabulary).
 
 Both files are untrusted pickles. torch_archive.py reads `ckpt.pt`; an unpickler without classes and functions
-(plain_pickle.py) reads `meta.pkl`. Neither executes code, and there is no fallback to pickle or torch.load.
+(torch_archive.py, too) reads `meta.pkl`. Neither executes code, and there is no fallback to pickle or torch.load.
 
 Covered: checkpoints of nanoGPT's train.py, compiled (`_orig_mod.`) or not, with or without biases, with any block size
 and vocabulary. nanoGPT's MLP uses the exact GELU while OpenAI's checkpoints use the tanh approximation, so a ckpt.pt is
@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoints.plain_pickle import PlainUnpickler
-from nanoinfer.checkpoints.torch_archive import check_state, read_archive
+from nanoinfer.checkpoints.torch_archive import PlainUnpickler, check_state, read_archive
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about

@@ -27,7 +27,6 @@ from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.errors import NanoinferError
 from nanoinfer.tokenizers.limits import MAX_TOKENS
-from nanoinfer.tokenizers.special_tokens import prepend
 from nanoinfer.tokenizers.tokenizer import (
     ByteLevelTokenizer,
     Tokenizer,
@@ -36,6 +35,7 @@ from nanoinfer.tokenizers.tokenizer import (
     from_core,
     from_file,
     in_order,
+    prepend,
     ranked,
     read_table,
 )
@@ -52,7 +52,7 @@ _SPLIT_OF_FAMILY = {
     "granitemoe": "refact", "cohere": "command-r", "cohere2": "command-r", "gpt_neox": "olmo", "olmo": "olmo",
     "olmoe": "olmo",
 }  # fmt: skip
-"""model_type -> the name of its way of splitting text (gguf_splits.py)."""
+"""model_type -> the name of its way of splitting text (gguf/splits.py)."""
 _MAX_CONFIG_BYTES = 1 << 20
 _RANKED = {"llama": "llama-bpe", "deepseek_v3": "kimi-k2", "kimi_k2": "kimi-k2"}
 """model_type -> the same, of tables of tiktoken: of Llama 3 and Moonlight."""

@@ -18,7 +18,7 @@ from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool
-from nanoinfer.kv.tensors import allocate
+from nanoinfer.kv.slots import allocate
 from nanoinfer.models.attention import masking, scaled_attention
 from nanoinfer.models.gpt import GPT, Attend
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from nanoinfer.checkpoints import hf_config, huggingface, nanochat, nanogpt, packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
+from nanoinfer.checkpoints.transforms import widened
 from nanoinfer.checkpoints.weights import Weights
-from nanoinfer.checkpoints.widen import widened
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS

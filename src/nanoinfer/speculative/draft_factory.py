@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.checkpoints.packed import PackedWeights
-from nanoinfer.checkpoints.truncate_layers import truncate_layers
+from nanoinfer.checkpoints.transforms import truncate_layers
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
@@ -31,7 +31,7 @@ from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
-from nanoinfer.tokenizers.fingerprint import fingerprint
+from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import Array
 

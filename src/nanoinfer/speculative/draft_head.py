@@ -144,7 +144,7 @@ def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: s
 
 
 def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> TargetEmbeddings:
-    """Return the embeddings of a target: the model that the head was trained for, or that model widened (widen.py).
+    """Return the embeddings of a target: the model that the head was trained for, or that one widened (transforms.py).
 
     A widened model has r copies of every channel. Its final layer norm is divided by r; with an untied output head,
     the output head is divided by r instead.

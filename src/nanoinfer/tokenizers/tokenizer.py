@@ -12,6 +12,8 @@ Not covered: tokenizers that are Python code.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.tokenizers.least_tokens import longest_token
 from nanoinfer.tokenizers.limits import (
     MAX_MERGE_WORK,
     MAX_TOKENS,
@@ -29,8 +30,8 @@ from nanoinfer.tokenizers.limits import (
     check_growth,
     check_size,
     described,
+    longest_token,
 )
-from nanoinfer.tokenizers.special_tokens import around
 from nanoinfer.tokenizers.text_streams import (
     BYTE_TOKEN,
     MISSING,
@@ -272,7 +273,7 @@ def from_json(text: str, source: str) -> Tokenizer:
         source: the file's name, for error messages.
 
     Raises:
-        NanoinferError: the content is not a tokenizer, or exceeds the limits of tokenizer_limits.py.
+        NanoinferError: the content is not a tokenizer, or exceeds the limits of limits.py.
     """
     import tokenizers
 
@@ -401,3 +402,48 @@ def char_to_json(chars: Sequence[str]) -> str:
     core.decoder = decoders.Fuse()
     text: str = core.to_str()
     return text
+
+
+def around(core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...]]:
+    """Return the token that the post-processor of a tokenizer.json adds before a text, or None, and those after it.
+
+    As in transformers and vLLM, the post-processor decides, not `add_bos_token` in tokenizer_config.json.
+    """
+    encoded = core.encode("a")
+    mask: list[int] = encoded.special_tokens_mask
+    before = mask.index(0) if 0 in mask else len(mask)
+    after = mask[::-1].index(0) if 0 in mask else 0
+    if any(mask[before:]) or before > 1:
+        log.warning(
+            "the tokenizer adds special tokens other than one start token to a text: only those after a text are used,"
+            " for embeddings"
+        )
+    return encoded.ids[0] if before == 1 else None, tuple(encoded.ids[len(mask) - after :])
+
+
+def prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
+    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
+    surround(core, (token, token_id), None)
+
+
+def surround(core: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None) -> None:
+    """Let prompts begin with a token and embeddings end with one, given as strings and ids; None: with none."""
+    from tokenizers import processors
+
+    named = {name: token for name, token in (("bos", first), ("eos", last)) if token is not None}
+    special: Any = [{"id": name, "ids": [token_id], "tokens": [token]} for name, (token, token_id) in named.items()]
+    before, after = (["bos:0"] if first else []), (["eos:0"] if last else [])
+    core.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A:0", *after], pair=[*before, "$A:0", "$B:0", *after], special_tokens=special
+    )
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return a hash of the text of every token id: equal for tokenizers of one kind with the same vocabulary."""
+    if isinstance(tokenizer, CharTokenizer):
+        tokens: list[object] = list(tokenizer.chars)
+    elif isinstance(tokenizer, ByteLevelTokenizer):
+        tokens = [list(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
+    else:
+        tokens = [to_json(tokenizer)]
+    return hashlib.sha256(json.dumps([type(tokenizer).__name__, tokens]).encode()).hexdigest()

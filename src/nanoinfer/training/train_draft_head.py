@@ -24,7 +24,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.speculative import draft_head, torch_ops
 from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig
 from nanoinfer.tokenizers import tokenizer as tokenizers
-from nanoinfer.tokenizers.fingerprint import fingerprint
+from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.loop import check_writable, make_optimizer
 from nanoinfer.training.run import TrainRun

@@ -23,7 +23,7 @@ from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_mod
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import hf_config
 from nanoinfer.checkpoints.gguf import export as gguf_export
-from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer
+from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.environment import num_cpus

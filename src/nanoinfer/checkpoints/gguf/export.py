@@ -35,8 +35,7 @@ from nanoinfer.checkpoints.gguf.describe import describe_experts, describe_rotar
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
 from nanoinfer.checkpoints.gguf.formats import FORMATS
 from nanoinfer.checkpoints.gguf.quantize import QUANTIZERS, quantize
-from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE
-from nanoinfer.checkpoints.gguf.tokenizer_export import write_no_tokenizer, write_tokenizer
+from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
 from nanoinfer.checkpoints.weights import Weights, more_bits
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.errors import NanoinferError

@@ -34,7 +34,7 @@ from nanoinfer.checkpoints.gguf.tokenizer import check_counts, end_tokens, read_
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
-from nanoinfer.models.families import FAMILIES, latent
+from nanoinfer.models.families import FAMILIES, deepseek
 from nanoinfer.models.families.base import Family, interleaved
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
@@ -182,7 +182,7 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
         each = enumerate(gguf_gemma4.split(tensors.pop(name), count, layout.family == "gpt_oss"))
         tensors |= {name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}"): part for i, part in each}
     for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
-        parts = latent.split(config, name, tensors.pop(name))
+        parts = deepseek.split(config, name, tensors.pop(name))
         tensors |= dict(
             zip((name.replace(JOINED_HEADS, part) for part in ("attn_k_b", "attn_v_b")), parts, strict=True)
         )

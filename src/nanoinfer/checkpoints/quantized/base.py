@@ -29,6 +29,7 @@ from nanoinfer.utils.files import RegularFile, escaped
 FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""
 Numbers = NDArray[Any]
+E8M0 = "float8_e8m0fnu"
 
 _CHUNK = 1 << 18  # values that are computed at a time, which limits the memory of intermediate results
 _BLOCK = 32  # values in the smallest block of the formats below
@@ -326,3 +327,25 @@ def order_of(parts: Parts, end: str, columns: int, groups: int) -> NDArray[np.in
     if columns % groups == 0 and np.array_equal(order, np.arange(columns) // (columns // groups)):
         return None
     return order
+
+
+def _float8(exponent_bits: int, mantissa_bits: int) -> NDArray[np.float32]:
+    """Return the values of the 256 codes of a format with sign, exponent and mantissa, without those of infinity."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & (1 << mantissa_bits) - 1
+    fraction = (mantissa + np.where(exponent > 0, 1 << mantissa_bits, 0)).astype(np.float32)
+    bias = (1 << exponent_bits - 1) - 1 + mantissa_bits
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    signed: NDArray[np.float32] = np.where(codes & 128, -values, values)
+    return signed
+
+
+def _tables() -> dict[str, NDArray[np.float32]]:
+    e4m3, e5m2 = _float8(4, 3), (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
+    e4m3[[0x7F, 0xFF]] = np.nan
+    e8m0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+    return {"float8_e4m3fn": e4m3, "float8_e5m2": e5m2, E8M0: e8m0}
+
+
+TABLES = _tables()
+"""The values of the codes of each format of 8 bits."""

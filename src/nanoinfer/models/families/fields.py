@@ -1,16 +1,17 @@
 """The fields of a config.json: checked as they are read, and written back.
 
-What several families share is here: rotary embeddings in the forms of transformers 4 and 5, and windows.
+What several families share is here: rotary embeddings in the forms of transformers 4 and 5, scaled as in
+modeling_rope_utils.py, and windows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.families import frequencies
 from nanoinfer.utils.checks import require_float, require_int, show
 
 # Fields of any config.json that do not change the logits of a plain forward pass: of all models of transformers, those
@@ -136,7 +137,7 @@ class Fields:
         given, base = self.rope(kind, scaled), self.get(theta_field, theta)
         context = "original_max_position_embeddings"  # transformers reads the field outside the object first
         inside = given.get(context, config.block_size) if original is None else original
-        values = frequencies.read(_type(given), given, self.get(context, inside), config.block_size)
+        values = read_scaling(_type(given), given, self.get(context, inside), config.block_size)
         if values.get("scaling") == "proportional":
             part = require_float("partial_rotary_factor", given.get("partial_rotary_factor", 1.0), 0.0, 1.0)
             values["num_turning"] = int(part * config.head_dim // 2)
@@ -155,7 +156,7 @@ class Fields:
             given = {} if given[kind] is None else given[kind]
         if not isinstance(given, dict):
             raise self.error(name, "is not an object")
-        allowed = _ROPE | frequencies.KEYS[_type(given)] | (set(_LAYER_TYPES) if kind is not None else set())
+        allowed = _ROPE | SCALING_KEYS[_type(given)] | (set(_LAYER_TYPES) if kind is not None else set())
         if unknown := sorted(given.keys() - allowed):
             raise NanoinferError(f"the field {show(unknown[0])} in {name} is not supported")
         return given
@@ -216,8 +217,8 @@ def _type(given: dict[str, Any]) -> str:
     """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
     found = given.get("rope_type", given.get("type", "default"))
     found = _RENAMED.get(found, found) if isinstance(found, str) else found
-    if not isinstance(found, str) or found not in frequencies.KEYS:
-        raise NanoinferError(f"rope_type={show(found)} is not supported: use one of {', '.join(frequencies.KEYS)}")
+    if not isinstance(found, str) or found not in SCALING_KEYS:
+        raise NanoinferError(f"rope_type={show(found)} is not supported: use one of {', '.join(SCALING_KEYS)}")
     return found
 
 
@@ -239,7 +240,7 @@ def rope_fields(config: ModelConfig) -> dict[str, Any]:
     kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
     if not kinds or (rotary := kinds[0].rotary) is None:
         return {}
-    return {"rope_theta": rotary.base, "rope_scaling": frequencies.write(rotary)}
+    return {"rope_theta": rotary.base, "rope_scaling": write_scaling(rotary)}
 
 
 def partial_fields(config: ModelConfig) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def typed_rope_fields(config: ModelConfig) -> dict[str, Any]:
     """Return `rope_parameters` with an entry for each type of layer."""
     ropes = {_LAYER_TYPES[kind.window is not None]: kind.rotary for kind in config.layers}
     plain = {name: {"rope_type": "default", "rope_theta": rotary.base} for name, rotary in ropes.items() if rotary}
-    scaled = {name: frequencies.write(rotary) or {} for name, rotary in ropes.items() if rotary}
+    scaled = {name: write_scaling(rotary) or {} for name, rotary in ropes.items() if rotary}
     return {"rope_parameters": {name: fields | scaled[name] for name, fields in plain.items()}}
 
 
@@ -267,3 +268,92 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": width,
         "layer_types": types,
     }
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+_YARN = {"low_freq_factor": ("beta_slow", 1.0), "high_freq_factor": ("beta_fast", 32.0)}
+SCALING_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", _ORIGINAL},
+    "proportional": {"factor"},
+    "llama3": {"factor", _ORIGINAL, *_LLAMA3.values()},
+    "yarn": {
+        "factor", _ORIGINAL, "beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+        "llama_4_scaling_beta", "max_position_embeddings",
+    },
+    "longrope": {"factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"},
+}  # fmt: skip
+"""rope_type -> the fields of rope_parameters that it reads, beside those of all types."""
+
+
+def read_scaling(kind: str, given: dict[str, Any], original: Any, block_size: int) -> dict[str, Any]:
+    """Return the fields of `Rotary` that describe a scaling.
+
+    Args:
+        kind: rope_type; one of SCALING_KEYS.
+        given: the object with the parameters.
+        original: the context length before the frequencies were scaled.
+        block_size: the context length.
+
+    Raises:
+        NanoinferError: a parameter is missing or malformed.
+    """
+    if kind == "default":
+        return {}
+    if kind in ("linear", "dynamic"):
+        return {"scaling": kind, "factor": given.get("factor")}
+    if kind == "proportional":
+        return {"scaling": kind, "factor": given.get("factor", 1.0)}
+    found: dict[str, Any] = {"scaling": kind, "original_context": require_int(_ORIGINAL, original, 1, 2**24)}
+    if kind == "llama3":
+        return found | {"factor": given.get("factor")} | {o: given.get(theirs) for o, theirs in _LLAMA3.items()}
+    factor = given.get("factor")
+    factor = block_size / original if factor is None else require_float("rope factor", factor, 1.0, 1e6)
+    attention = given.get("attention_factor")
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if not isinstance(given.get(name), list):
+                raise NanoinferError(f"{name}={show(given.get(name))} is not a list of numbers")
+            found[f"{name}s"] = tuple(given[name])
+        if attention is None:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        return found | {"attention_factor": attention}
+    if attention is None:
+        scales = [given.get("mscale"), given.get("mscale_all_dim")]
+        above, below = (require_float("mscale", s, 0.0, 1e3) for s in scales) if all(scales) else (1.0, 0.0)
+        attention = magnitude(factor, above) / magnitude(factor, below)
+    found |= {"factor": factor, "attention_factor": attention, "truncate": given.get("truncate", True)}
+    found |= {ours: given.get(theirs) or default for ours, (theirs, default) in _YARN.items()}
+    return found | {"query_growth": given.get("llama_4_scaling_beta") or 0.0}
+
+
+def magnitude(factor: float, scale: float) -> float:
+    """Return by what yarn multiplies queries and keys for a longer context (Peng et al. 2023, section 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
+def write_scaling(rotary: Rotary) -> dict[str, Any] | None:
+    """Return the object that `read_scaling` reads; None if the frequencies are not scaled."""
+    if rotary.scaling == "none":
+        return None
+    found: dict[str, Any] = {"rope_type": rotary.scaling}
+    if rotary.scaling != "longrope":
+        found["factor"] = rotary.factor
+    if rotary.scaling == "proportional":
+        share = 2 * rotary.num_turning / rotary.dim  # half a pair more where the quotient was rounded down
+        exact = int(share * rotary.dim // 2) == rotary.num_turning
+        return found | {"partial_rotary_factor": share if exact else share + 1 / rotary.dim}
+    if rotary.scaling not in ("linear", "dynamic"):
+        found[_ORIGINAL] = rotary.original_context
+    if rotary.scaling == "llama3":
+        found |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
+    if rotary.scaling in ("yarn", "longrope"):
+        found["attention_factor"] = rotary.attention_factor
+    if rotary.scaling == "yarn":
+        found |= {theirs: getattr(rotary, ours) for ours, (theirs, _) in _YARN.items()}
+        found["truncate"] = rotary.truncate
+    if rotary.scaling == "longrope":
+        found |= {"short_factor": list(rotary.short_factors), "long_factor": list(rotary.long_factors)}
+    return found | ({"llama_4_scaling_beta": rotary.query_growth} if rotary.query_growth else {})
