@@ -55,7 +55,7 @@ CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks re
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py tests/server/test_smollm2_agents.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
-PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS) tests/published)
 
 test: .venv/installed-test
@@ -95,7 +95,7 @@ OLD_TESTS := $(patsubst %,tests/%.py,bench/test_bench_gpu core/test_overlap engi
   $(patsubst %,tests/engines/test_engines.py::test_%,greedy_tokens_equal_the_naive_loop logits_equal_the_reference_model)
 
 test-old: .venv-old/installed
-	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest --numprocesses logical --dist worksteal \
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest --numprocesses logical --dist loadgroup --no-loadscope-reorder \
 	  -m "not nightly" $(OLD_TESTS)
 
 .venv-old/installed: tests/helpers/stub_cuda.sh

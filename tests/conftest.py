@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -10,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -67,9 +69,19 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if left_out else None
 
 
+@functools.cache
+def group_of(path: Path) -> str:
+    """Return the group whose tests one process runs: files that start Ray clusters are one, each other file is one."""
+    return "ray" if "helpers.ray_cluster" in path.read_text() else path.stem
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`slow_if(condition)`: mark the cases of a matrix as slow whose parameters meet the condition; so `nightly_if`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`slow_if(condition)`: mark the cases of a matrix as slow whose parameters meet the condition; so `nightly_if`.
+
+    With several processes (`--dist loadgroup --no-loadscope-reorder`), a process runs a group at a time. Ray's is the
+    first one, and those without slow cases are the last ones, so that all processes end at about the same time.
+    """
     for item in items:
         for marker in ("slow", "nightly"):
             for mark in item.iter_markers(f"{marker}_if"):
@@ -77,6 +89,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 parameters = item.callspec.params  # type: ignore[attr-defined]
                 if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
                     item.add_marker(marker)
+    if config.pluginmanager.hasplugin("xdist"):
+        num_slow = Counter(group_of(item.path) for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (group_of(item.path) != "ray", -num_slow[group_of(item.path)], group_of(item.path)))
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
 
 
 def pytest_collection_finish() -> None:

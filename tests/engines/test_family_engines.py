@@ -1,4 +1,8 @@
-"""The models of all families on the rungs: greedy tokens, samples, sliding, speculation, and formats of native."""
+"""The models of all families on the rungs: greedy tokens, samples, sliding, speculation, and formats of native.
+
+`native` generates greedy tokens with every case. Each other matrix runs a case of each feature (helpers/features.py),
+and all cases in `make test-nightly`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ pytest.importorskip("transformers")
 
 from helpers.engines import generate, make_engine, naive_greedy
 from helpers.families import CASES
+from helpers.features import FEATURES
 from helpers.models import TINY, make_limits, make_weights
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import packed
@@ -43,9 +48,8 @@ PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 REPEATING = [4, 8, 15, 16, 23, 42] * 6
 RUNGS = [name for name in ENGINES if name != "triton"]  # tests/gpu/test_triton_families.py
 FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
-FIRST = [case for case in CASES if "-" not in case]
-"""A case of each family, and llama3."""
-TRACED = ("llama3", "gemma3-scaled", "olmo2", "gpt_neox", "smollm3-windows", "qwen3_moe-mixed")
+all_cases = pytest.mark.parametrize("case", CASES)
+a_case_a_feature = pytest.mark.nightly_if(lambda case: case not in FEATURES)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +93,10 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
     return [o.outputs[0].token_ids for o in generated(llm, prompts, params)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@all_cases
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.slow_if(lambda name, case: case not in {"native": CASES, "static": FIRST}.get(name, TRACED[:1]))
+@pytest.mark.nightly_if(lambda name, case: name != "native" and case not in FEATURES)
+@pytest.mark.slow_if(lambda name, case: case not in {"native": CASES, "static": FEATURES}.get(name, ["olmo2"]))
 def test_greedy_tokens_equal_the_naive_loop(
     name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -122,8 +127,9 @@ def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
     assert llm.engine._compiled
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FIRST[::4])
+@all_cases
+@a_case_a_feature
+@pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
 def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], GPT]) -> None:
     """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
     gpt = gpt_of(case)
@@ -141,9 +147,10 @@ def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Calla
     assert found["native"][0] != found["native"][1]
 
 
-@pytest.mark.parametrize("case", CASES)
+@all_cases
 @pytest.mark.parametrize("engine", ["native", "static"])
-@pytest.mark.slow_if(lambda engine, case: case not in (TRACED if engine == "native" else TRACED[:1]))
+@a_case_a_feature
+@pytest.mark.slow_if(lambda engine, case: case not in FEATURES[:: 4 if engine == "native" else 20])
 def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
     """Drafts: repetition, the target itself in 8 bits or with fewer layers, and a model of another family."""
     folder = str(folder_of(case))
@@ -184,8 +191,9 @@ WEIGHTS = {"float32": 1e-5, "bfloat16": 0.03, "float16": 1e-5, "int8": 0.12, "in
 CACHES = {"bfloat16": 0.03, "int8": 0.06}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FIRST)
+@all_cases
+@a_case_a_feature
+@pytest.mark.slow_if(lambda case: case not in FEATURES[::2])
 def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
     native = pytest.importorskip("nanoinfer._native")
     weights, ids = weights_of(gpt_of(case)), [(7 * i * i + i) % 61 for i in range(40)]
@@ -218,7 +226,8 @@ def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
         assert distance(rounded("float32"), kv_cache_dtype=name) < limit, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@all_cases
+@a_case_a_feature
 def test_native_on_every_instruction_set(
     case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -230,8 +239,9 @@ def test_native_on_every_instruction_set(
         assert generate(core, PROMPTS, [GREEDY] * len(PROMPTS)) == greedy_of(case), isa
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FIRST)
+@all_cases
+@a_case_a_feature
+@pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
 def test_packed_weights_are_the_same_model(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("nanoinfer._native")
     folder = folder_of(case)

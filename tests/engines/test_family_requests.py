@@ -1,6 +1,7 @@
 """What requests ask of the models of all families, beside greedy tokens: beams, scores, shared prefixes, preemption.
 
-The public API on `native` and on an engine in PyTorch, against the reference model without a cache.
+The public API on `native` and, in `make test-nightly`, on an engine in PyTorch, against the reference model without a
+cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 
 from helpers.engines import naive_greedy
 from helpers.families import CASES
+from helpers.features import FEATURES
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.kv.plan import KV_BLOCK, kv_block_bytes
 from nanoinfer.models.gpt import GPT
@@ -26,14 +28,14 @@ from nanoinfer.sampling.beams import BeamSearch, Hypothesis, find_candidates
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 COMMON = [(5 * i * i + 3 * i) % 61 for i in range(20)]
 PROMPTS = [[*COMMON, 7], [*COMMON[:17], 3, 9], [4], COMMON[::-1] + COMMON[:10], [8] * 25]
-FIRST = [case for case in CASES if "-" not in case]
 BEAMS = BeamSearchParams(3, max_tokens=8, length_penalty=0.7)
 NUM_BLOCKS = 8
 """Blocks of keys and values: a whole context has 6, and the prompts with their outputs 20."""
 
 all_families = pytest.mark.parametrize("case", CASES)
 both_engines = pytest.mark.parametrize("engine", ["native", "paged"])
-one_is_fast = pytest.mark.slow_if(lambda engine, case: case not in (FIRST[::4] if engine == "native" else ("llama",)))
+one_engine = pytest.mark.nightly_if(lambda engine, case: case not in (FEATURES if engine == "native" else ["olmo2"]))
+few_are_fast = pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,8 @@ def search_whole(gpt: GPT, ids: list[int], params: BeamSearchParams) -> list[Hyp
 
 @all_families
 @both_engines
-@one_is_fast
+@one_engine
+@few_are_fast
 def test_beams(
     engine: str, case: str, llm_of: Callable[[str, str], LLM], beams_of: Callable[[str], list[list[Hypothesis]]]
 ) -> None:
@@ -90,7 +93,8 @@ def test_beams(
 
 @all_families
 @both_engines
-@one_is_fast
+@one_engine
+@few_are_fast
 def test_scores(engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], GPT]) -> None:
     """Of a prompt, of continuations, and of the generated tokens."""
     llm, gpt = llm_of(engine, case), gpt_of(case)
@@ -115,7 +119,8 @@ def test_scores(engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_o
 
 @all_families
 @both_engines
-@one_is_fast
+@one_engine
+@few_are_fast
 def test_shared_prefixes_and_preemption(
     engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], GPT]
 ) -> None:

@@ -18,6 +18,7 @@ from helpers import families
 from helpers.engines import generate, make_core
 from helpers.errors import refuses
 from helpers.families import CASES
+from helpers.features import FEATURES
 from helpers.models import make_limits
 from helpers.recorded import FakeRecorder
 from nanoinfer.checkpoints.gpt_loading import load_gpt
@@ -38,9 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
-FAST = ("llama",)
-NIGHTLY = ("gemma4-shared", "gemma4-keys-as-values", "deepseek_v2", "deepseek_v3-plain")
-"""Models whose parts other cases have, or a shorter test of layers (tests/engines/test_layer_sizes.py)."""
 QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss", "deepseek_v3",
              "gemma4-experts")  # fmt: skip
 """Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals,
@@ -89,8 +87,8 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_if(lambda case: case not in FAST)
-@pytest.mark.nightly_if(lambda case: case in NIGHTLY)
+@pytest.mark.slow_if(lambda case: case != "llama3")
+@pytest.mark.nightly_if(lambda case: case not in FEATURES)
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
     expected = run(RecomputeEngine(gpt, make_limits(gpt.config)))

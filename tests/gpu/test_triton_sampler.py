@@ -338,6 +338,7 @@ def test_a_captured_graph_draws_on() -> None:
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.slow
+@pytest.mark.nightly_if(lambda capability: capability < 90)
 def test_kernels_compile_without_spilling(capability: int) -> None:
     script = TESTS / "helpers" / "compile_sampler.py"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -280,11 +280,15 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Further cases for models in GGUF files."""
 
 
+def make_config(case: str) -> Any:
+    """Return the config of transformers of a case."""
+    name, fields = CASES[case]
+    return getattr(transformers, name)(**{k: v for k, v in (SMALL | fields).items() if v is not None or k not in SMALL})
+
+
 def make_folder(case: str, folder: Path) -> Any:
     """Save a random model of a case into a folder; return the model of transformers."""
-    name, fields = CASES[case]
-    given = {k: v for k, v in (SMALL | fields).items() if v is not None or k not in SMALL}
-    model = random_model(getattr(transformers, name)(**given))
+    model = random_model(make_config(case))
     model.save_pretrained(folder)
     return model
 

@@ -18,9 +18,7 @@ from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 
 PACKAGE = str(Path(nanoinfer.__file__).parent)
-how_often = pytest.mark.parametrize(
-    "num_interrupts", [100, pytest.param(250, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)]
-)
+how_often = pytest.mark.parametrize("num_interrupts", [100, pytest.param(2000, marks=pytest.mark.nightly)])
 ENGINES = [name for name, spec in registry.ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
 
 

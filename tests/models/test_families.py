@@ -13,6 +13,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from helpers.errors import refuses  # noqa: E402
 from helpers.families import CASES, EXPERTS, GEMMA4, SMALL, make_folder  # noqa: E402
+from helpers.features import FEATURES  # noqa: E402
 from helpers.models import edit_config  # noqa: E402
 from nanoinfer.checkpoints.gpt_loading import load_gpt  # noqa: E402
 from nanoinfer.checkpoints.huggingface import open_folder, save  # noqa: E402
@@ -37,7 +38,8 @@ def test_logits_equal_those_of_transformers(case: tuple[Any, Path]) -> None:
     assert expected.std() > 0.5  # logits that hardly differ would show nothing
 
 
-@pytest.mark.slow_if(lambda case: "-" in case)
+@pytest.mark.nightly_if(lambda case: case not in FEATURES)
+@pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
 @torch.inference_mode()
 def test_several_files_are_one_model(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, _ = case
@@ -70,7 +72,8 @@ def test_experts_that_do_not_fit_the_config_are_refused(name: str, tmp_path: Pat
             refuses(lambda: open_folder(tmp_path / "model"), "tensor")
 
 
-@pytest.mark.slow_if(lambda case: "-" in case)
+@pytest.mark.nightly_if(lambda case: "-" in case)
+@pytest.mark.slow_if(lambda case: case not in FEATURES)
 @torch.inference_mode()
 def test_a_saved_model_is_the_same_to_transformers(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = case

@@ -19,6 +19,7 @@ def random(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
+DTYPES = ["float32", "float16", "bfloat16"]
 LAYOUTS = {
     "contiguous": lambda a: a,
     "transposed": lambda a: np.asfortranarray(a),
@@ -35,8 +36,14 @@ def stored_as(x: Array, dtype: str) -> HostTensor:
     return HostTensor(np.ascontiguousarray(x), "float32").to(dtype)
 
 
+def is_chosen(fmt: str, dtype: str, layout: str) -> bool:
+    """Return whether a case is one of those in which each two of the parameters' values meet."""
+    return (3 * FORMATS.index(fmt) + DTYPES.index(dtype) - list(LAYOUTS).index(layout)) % 4 == 0
+
+
+@pytest.mark.nightly_if(lambda fmt, dtype, layout: not is_chosen(fmt, dtype, layout))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda s: s.replace(" ", "-"))
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_stored_values_are_packed_as_if_they_were_float32(fmt: str, dtype: str, layout: str) -> None:
     for shape in ((70, 130), (32, 16), (33, 17), (1, 5), (5, 1), (64, 200)):
@@ -91,7 +98,7 @@ def test_bad_values_are_refused_in_one_line(case: int) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_logits_do_not_depend_on_the_form_of_the_weights(fmt: str, dtype: str, transposed: bool) -> None:
     """Values of 16 bits, and the views of a transposed Conv1D, give the logits of the same values as float32."""

@@ -194,6 +194,7 @@ def fill(server: ServerProcess, row: str, stack: ExitStack) -> None:
     )
 
 
+@pytest.mark.nightly_if(lambda row: row != "a request in flight")
 @pytest.mark.parametrize("row", [row for row in PARTS if row != FIRST])
 def test_a_part_of_the_sum(server: ServerProcess, row: str) -> None:
     with ExitStack() as stack:
@@ -201,6 +202,7 @@ def test_a_part_of_the_sum(server: ServerProcess, row: str) -> None:
     assert ask(server, {"prompt": "a", "max_tokens": 2}) == 200
 
 
+@pytest.mark.nightly
 def test_the_first_part_alone_and_then_all_at_once(server: ServerProcess) -> None:
     """One after the other, so that what each of them leaves behind adds up."""
     before = memory(server, "VmRSS")

@@ -112,7 +112,7 @@ def show(server: Server, health: dict[str, Any], sizes: list[int], pid: int) -> 
         print(f"  {latency:.3f} s during {', '.join(kinds) or 'no abuse'}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 def test_random_traffic_gives_the_answers_of_the_library_in_flat_memory(tmp_path: Path) -> None:
     assert {route.path for route in ROUTES} == set(VALID)
