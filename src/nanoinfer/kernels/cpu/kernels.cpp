@@ -1,6 +1,6 @@
 // The kernels of the native decoder: one source, compiled once for each instruction set.
 //
-// The design; docs/log.md has the measurement of each step:
+// The design; docs/log/2026-11.md has the measurement of each step:
 //   1. A matrix product with row-major weights reads one long row for each output. Several rows in flight are as many
 //      memory streams, which hardware prefetchers do not follow. Here, 32 outputs are interleaved in a panel, and a
 //      thread reads its panels from first to last as one stream.

@@ -65,7 +65,7 @@ void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// The most rows whose tiles each unpack the weights; for more, they are unpacked once for all (docs/log.md, 2026-11-26 and 27).
+// The most rows whose tiles each unpack the weights; for more, they are unpacked once for all (docs/log/2026-11.md, 26 and 27).
 template <WeightType type>
 constexpr std::int64_t kRowsDirect =
     kPairs ? kRowsInt : kWidth < 16 ? 2 : BlockFormat(type).bits == 8 ? INT64_MAX : 24;

@@ -6,7 +6,7 @@
 // slower at every distance. One or two rows: numbers of 8 to 32 bits are read nearly as fast without them, because the CPU
 // has many loads in flight and its own prefetchers; a long distance is slower there, but faster where a line of weights takes
 // more instructions. Three or four rows are multiplied fastest without prefetches, more with a long distance. Measured on Zen 4
-// (docs/log.md, 2026-11-25 and 2026-11-26).
+// (docs/log/2026-11.md, 25 and 26).
 constexpr std::int64_t kPrefetchRow = 3 << 10, kPrefetchRowInt4 = 12 << 10, kPrefetchFar = 16 << 10;
 constexpr int kRowsNear = 4;
 
