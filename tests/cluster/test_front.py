@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tracemalloc
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from nanoinfer import NanoinferError
 from nanoinfer.cluster import metrics
 from nanoinfer.cluster.front import ATTEMPTS
 from nanoinfer.cluster.link import WINDOW_BYTES
-from nanoinfer.cluster.remote import Answers
 from nanoinfer.openai_protocol import COMPLETIONS
 from nanoinfer.server.access_log import count_tokens
 from nanoinfer.server.auth import combined_salt
@@ -73,10 +71,7 @@ class Streams:
 
 def lose(setup: Setup, number: int, group: int = 0) -> None:
     """End the connection of a replica, as its death does."""
-    remote = setup.groups[group].replicas[number]
-    transport = remote.link._transport
-    assert transport is not None
-    transport.abort()
+    setup.groups[group].replicas[number].link.abort()
 
 
 def test_a_request_and_its_response_pass(tmp_path: Path) -> None:
@@ -505,18 +500,6 @@ def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatc
             answers.set()
 
     run(main())
-
-
-def test_numbers_of_exchanges_are_not_stored() -> None:
-    answers = Answers()
-    tracemalloc.start()
-    try:
-        numbers = {number for number in (answers.number() for _ in range(10_000)) if number < 3}
-        size, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert numbers == {1, 2}
-    assert size < 10_000
 
 
 def test_a_connection_that_does_not_say_who_it_is_ends(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 from helpers.asgi import until
 from nanoinfer.cluster.front import Front
 from nanoinfer.cluster.group import Group
-from nanoinfer.cluster.remote import Remote, Remotes
-from nanoinfer.cluster.replica import Replica
+from nanoinfer.cluster.link import Remote, Remotes, Replica
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.limits import BoundRequests
 
@@ -25,18 +24,9 @@ class StubGroup(Group):
 
     num_woken = 0
 
-    async def start(self) -> None:
-        """Do nothing."""
-
     async def wake(self) -> None:
         """Count."""
         self.num_woken += 1
-
-    async def reload(self) -> None:
-        """Do nothing."""
-
-    async def stop(self) -> None:
-        """Do nothing."""
 
     @property
     def is_running(self) -> bool:
@@ -83,7 +73,7 @@ async def front(folder: Path, models: Sequence[str] = ("a",), **options: Any) ->
     groups = [StubGroup(model, "prefix") for model in models]
     remotes = Remotes(groups)
     path = str(folder / "front")
-    listener = await asyncio.get_running_loop().create_unix_server(remotes.connection, path)
+    listener = await asyncio.start_unix_server(remotes.connection, path)
     made = Front(groups)
     setup = Setup(groups, made, BoundRequests(made, ServerConfig(**options)), path)
     try:

@@ -30,7 +30,7 @@ class ClusterConfig:
     target_requests: float = 32.0
     """With max_replicas: requests per replica above which Ray adds replicas."""
     routing: str = "prefix"
-    """Which replica a request goes to: prefix, power-of-two or least-loaded."""
+    """Which replica a request goes to: prefix, power-of-two or least-loaded; with ray, Ray Serve chooses."""
 
     def __post_init__(self) -> None:
         keep_int(self, "replicas", 0, 1024)
@@ -49,6 +49,8 @@ class ClusterConfig:
         if self.ray is not None and (self.replicas == 0 or self.idle_unload):
             raise NanoinferError("replicas=0 and idle_unload are not supported with ray: leave them out")
         require_choice("routing", self.routing, POLICIES)
+        if self.ray is not None and self.routing != "prefix":
+            raise NanoinferError(f"routing={self.routing} is not supported with ray: Ray Serve chooses the replica")
 
     @property
     def needs_front(self) -> bool:

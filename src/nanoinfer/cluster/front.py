@@ -16,9 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.cluster.continued import ContinuedStream, continued_stream
 from nanoinfer.cluster.group import Group, unavailable
+from nanoinfer.cluster.link import Answer, ReplicaLost, head_of
 from nanoinfer.cluster.metrics import FrontMetrics
-from nanoinfer.cluster.remote import Answer, ReplicaLost
-from nanoinfer.cluster.replica import head_of
 from nanoinfer.cluster.routing import prefix_blocks
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.openai_protocol import FieldError
@@ -70,7 +69,7 @@ class Front:
                 return await _pass_on(answer, scope, send, stream)
             except ReplicaLost:
                 request_id = scope["state"].get("request_id", "-")
-                log.warning("request %s: replica %s of %s has ended", request_id, answer.replica, group.model)
+                log.warning("request %s: replica %s of %s has ended", request_id, answer.remote.name, group.model)
                 if answer.status and stream is None:
                     raise ResultError(
                         "the replica that ran this request has ended: send the request again; with a seed it gives the"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,12 +12,10 @@ from typing import Any
 
 import anyio
 
-from nanoinfer.cluster.remote import Answer, Remote, ReplicaLost
+from nanoinfer.cluster.link import Answer, Remote, ReplicaLost
 from nanoinfer.cluster.routing import choose
 from nanoinfer.errors import printable
 from nanoinfer.openai_protocol import FieldError
-
-log = logging.getLogger("nanoinfer.server")
 
 START_TIMEOUT_SEC = 600.0
 """Longest time that a request waits for a replica; the request's own time limit is usually shorter."""
@@ -46,20 +43,8 @@ class Group(ABC):
         self._changed = asyncio.Event()
 
     @abstractmethod
-    async def start(self) -> None:
-        """Start the replicas, and return when they are ready. Raises NanoinferError if the model cannot be loaded."""
-
-    @abstractmethod
     async def wake(self) -> None:
-        """Start a model that was unloaded, unless it is being started. Raises as `start`."""
-
-    @abstractmethod
-    async def reload(self) -> None:
-        """Load the model again, and replace the replicas without losing a request. Raises as `start`."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """End the replicas."""
+        """Start a model that was unloaded, unless it is being started. Raises FieldError, a 503, if that fails."""
 
     @property
     @abstractmethod
@@ -82,10 +67,6 @@ class Group(ABC):
         with suppress(ReplicaLost):
             self.described = json.loads(await self.replicas[-1].get("/v1/models"))["data"]
 
-    def fail(self, who: dict[str, Any]) -> None:
-        """Record that a replica could not start. Raises ValueError: replicas of this group do not report it."""
-        raise ValueError
-
     def leave(self, remote: Remote) -> None:
         """Remove a replica whose connection has ended."""
         if remote in self.replicas:
@@ -96,7 +77,7 @@ class Group(ABC):
         """Send a request to a replica, and return its response, which has not begun. Waits until there is a replica.
 
         Args:
-            head: from `replica.head_of`.
+            head: from `link.head_of`.
             body: of the request.
             blocks: of its prompt (`routing.prefix_blocks`).
 

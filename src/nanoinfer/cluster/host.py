@@ -27,12 +27,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.cluster.replica import run_replica
+from nanoinfer.cluster.link import Replica
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.server.access_log import configure_logging
+from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.utils.files import reason
 from nanoinfer.utils.processes import end_with_parent
@@ -95,8 +96,13 @@ def _report(line: dict[str, Any]) -> None:
 
 def _run(llm: LLM, spec: HostSpec, number: int) -> None:
     """Answer requests in this process until the front ends the connection."""
-    who = {"model": spec.model, "generation": spec.generation, "replica": number}
-    asyncio.run(run_replica(AsyncLLM.from_llm(llm), spec.server, spec.address, who))
+    app, service = build_routes(AsyncLLM.from_llm(llm), spec.server)
+    limits = llm.core.engine.limits
+    who = {
+        "model": spec.model, "generation": spec.generation, "replica": number, "names": service.names,
+        "max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_cached_tokens,
+    }  # fmt: skip
+    asyncio.run(Replica(app, who).run(spec.address))
 
 
 class _Replicas:

@@ -18,7 +18,7 @@ from pathlib import Path
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.group import Group, unavailable
 from nanoinfer.cluster.host import HostSpec
-from nanoinfer.cluster.remote import Remote
+from nanoinfer.cluster.link import Remote
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.server.config import ServerConfig

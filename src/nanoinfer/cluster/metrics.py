@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from nanoinfer.cluster.remote import Remote, ReplicaLost
+from nanoinfer.cluster.link import Remote, ReplicaLost
 from nanoinfer.server.metrics import PREFIX, response_labels
 from nanoinfer.utils.workers import Workers
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.front import Front
-from nanoinfer.cluster.group import Group
+from nanoinfer.cluster.link import Remotes
 from nanoinfer.cluster.local import LocalGroup, plan_cores
-from nanoinfer.cluster.remote import Remotes
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, one_line, printable
-from nanoinfer.server.access_log import AccessLog
+from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import guarded
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.descriptors import with_max_connections
@@ -46,6 +42,8 @@ def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
         raise NanoinferError("measure_roofline is not supported with replicas or several models: leave it out")
     if cluster.ray is None:
         plan_cores(cluster)
+    elif server.access_log is not None:
+        raise NanoinferError("access_log is not supported with ray: leave it out; Ray Serve has logs of its own")
 
 
 def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterConfig, bound: socket.socket) -> None:
@@ -60,54 +58,34 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
     Raises:
         NanoinferError: a model cannot be loaded.
     """
-    # The log is opened last: `connected` has then redirected what Ray writes to standard error.
-    with bound, _listener(cluster) as (listening, address), log_files(server) as access_log:
+    if cluster.ray is not None:
+        from nanoinfer.ray.connect import connected
+
+        with connected(cluster.ray):
+            from nanoinfer.cluster import ray_serve  # `connected` sets the environment that Ray reads when imported
+
+            configure_logging(server.log_level)  # now: `connected` redirects what Ray writes to standard error
+            return ray_serve.run(configs, server, cluster, bound)
+    # A folder that only this user can open has the socket on which the front listens for replicas.
+    with bound, tempfile.TemporaryDirectory(prefix="nanoinfer-") as folder, log_files(server) as access_log:
+        address = os.path.join(folder, "front")
         of_replicas = replace(server, api_key=())  # the front checks the keys
-        if cluster.ray is None:
-            groups: list[Group] = [LocalGroup(i, c, of_replicas, cluster, str(address)) for i, c in enumerate(configs)]
-        else:
-            from nanoinfer.cluster.ray_serve import RayGroup, check_capacity
-
-            check_capacity(len(configs) * cluster.replicas, cluster.cores_per_replica or 1)
-            secret = secrets.token_hex(16)
-            groups = [RayGroup(i, c, of_replicas, cluster, address, secret) for i, c in enumerate(configs)]
-        asyncio.run(_serve(groups, server, bound, listening, access_log))
-
-
-@contextmanager
-def _listener(cluster: ClusterConfig) -> Iterator[tuple[socket.socket, Any]]:
-    """Yield a socket on which the front listens for replicas, and its address.
-
-    On one machine it is in a folder that only this user can open. On a cluster it has the address of the node, and the
-    replicas authenticate themselves by a secret.
-    """
-    if cluster.ray is None:
-        with tempfile.TemporaryDirectory(prefix="nanoinfer-") as folder, socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(path := os.path.join(folder, "front"))
-            yield listening, path
-        return
-    from nanoinfer.ray.connect import connected
-
-    with connected(cluster.ray), socket.socket() as listening:
-        from nanoinfer.cluster.ray_serve import node_address
-
-        listening.bind((node_address(), 0))
-        yield listening, listening.getsockname()
+        groups = [LocalGroup(i, c, of_replicas, cluster, address) for i, c in enumerate(configs)]
+        asyncio.run(_serve(groups, server, bound, address, access_log))
 
 
 async def _serve(
-    groups: Sequence[Group],
+    groups: Sequence[LocalGroup],
     server: ServerConfig,
     bound: socket.socket,
-    listening: socket.socket,
+    address: str,
     access_log: AccessLog | None,
 ) -> None:
     config = with_max_connections(server)
     loop, remotes = asyncio.get_running_loop(), Remotes(groups)
-    make = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
     requested = asyncio.Event()
     reloading = asyncio.create_task(reload(groups, requested))
-    listener = await make(remotes.connection, sock=listening)
+    listener = await asyncio.start_unix_server(remotes.connection, address)
     try:
         for group in groups:  # one after the other: loading takes all cores and much memory
             await group.start()
@@ -125,7 +103,7 @@ async def _serve(
         await asyncio.gather(*(group.stop() for group in groups))
 
 
-async def reload(groups: Sequence[Group], requested: asyncio.Event) -> None:
+async def reload(groups: Sequence[LocalGroup], requested: asyncio.Event) -> None:
     """Load all models again whenever it is requested (SIGHUP); requests during a reload are one more reload."""
     while await requested.wait():
         requested.clear()
@@ -137,8 +115,8 @@ async def reload(groups: Sequence[Group], requested: asyncio.Event) -> None:
                 log.error("%s: the replicas that run are kept", one_line(e), exc_info=not isinstance(e, NanoinferError))
 
 
-def _check_names(groups: Sequence[Group]) -> None:
-    seen: dict[str, Group] = {}
+def _check_names(groups: Sequence[LocalGroup]) -> None:
+    seen: dict[str, LocalGroup] = {}
     for group in groups:
         for name in group.names:
             if (other := seen.setdefault(name, group)) is not group:
