@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from helpers.models import make_limits, make_model
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.dynamic import DynamicEngine
-from nanoinfer.scheduling.work import ScheduledSequence, StepWork, sampling_sequences
 from nanoinfer.utils import processes
 
 pytestmark = [
@@ -292,25 +290,3 @@ def test_threads_that_cannot_be_created_are_an_error(tiny_folder: Path) -> None:
         assert 0 <= int(error.split("only ")[1].split(" threads")[0]) < 1023
         assert "use a smaller threads=N" in error
     assert int(number) > 0
-
-
-def test_no_lock_is_shared_by_the_steps_of_several_models() -> None:
-    """A child that is forked while another thread holds it would wait for ever; `cached_property` had one."""
-
-    class Slow(StepWork):
-        def __iter__(self) -> Iterator[ScheduledSequence]:
-            begun.set()
-            assert go_on.wait(60)
-            return super().__iter__()
-
-    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
-    first = threading.Thread(target=lambda: sampling_sequences(Slow()))
-    second = threading.Thread(target=lambda: (sampling_sequences(StepWork()), done.set()))
-    first.start()
-    assert begun.wait(60)
-    second.start()
-    waited = not done.wait(10)
-    go_on.set()
-    first.join(60)
-    second.join(60)
-    assert not waited

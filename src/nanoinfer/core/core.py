@@ -9,7 +9,7 @@ finish_reason="error". An exception in the engine ends all running requests.
 
 A step holds a lock, so that several threads may use one core. An exception, Ctrl-C included, may interrupt a step at
 any point. The core then discards the step: it ends all running requests, and resets the engine, the drafter and the
-device sampler. If a second exception interrupts the reset, the next call repeats it (`_begin`).
+device sampler. If a second exception interrupts the reset, the next call repeats it (`_locked`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, StepWork, mark_in_flight, mark_scheduled, sampling_sequences
+from nanoinfer.scheduling.work import ScheduledSequence, mark_scheduled, num_prefill, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, by_speculator
 from nanoinfer.utils import processes
 
@@ -91,7 +92,6 @@ class Core:
         self.observer: Observer = NoObserver()
         self._overlap = overlap
         self._in_flight: InFlightStep | None = None
-        self._in_flight_since = 0.0  # when the device began it: its launch, or the end of the step before
         self._ids = itertools.count()
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self.outputs = OutputProcessor(tokenizer, self._speculators, clock)
@@ -156,21 +156,22 @@ class Core:
         Raises:
             QueueFull: max_num_queued requests would not be enough. None of them is queued.
         """
-        with self._waiting, self._lock_in_turn():
-            self._begin()
-            unfinished = [r for r in requests if not r.finished]  # the tokens that a request gives may end its output
-            self.scheduler.add(*unfinished)
-            for request in requests:
-                self.outputs.add(request)
-                request.finished_sec = self.clock() if request.finished else 0.0
-            for request in unfinished:
-                if self.speculator is not None and request.samples:
-                    self._speculators[request] = self.speculator
-                    for s in request.sequences:
-                        s.draft_accepted = [False] * s.num_given_tokens
-                if self._overlap is not None:
-                    self._overlap.add(request)
-            self.outputs.end(requests)
+        self._locked(lambda: self._submit(requests))
+
+    def _submit(self, requests: Seq[Request]) -> None:
+        unfinished = [r for r in requests if not r.finished]  # the tokens that a request gives may end its output
+        self.scheduler.add(*unfinished)
+        for request in requests:
+            self.outputs.add(request)
+            request.finished_sec = self.clock() if request.finished else 0.0
+        for request in unfinished:
+            if self.speculator is not None and request.samples:
+                self._speculators[request] = self.speculator
+                for s in request.sequences:
+                    s.draft_accepted = [False] * s.num_given_tokens
+            if self._overlap is not None:
+                self._overlap.add(request)
+        self.outputs.end(requests)
 
     def cancel(self, requests: Seq[Request]) -> None:
         """End requests before the next step. Takes no lock: a finalizer may call it."""
@@ -179,24 +180,28 @@ class Core:
     def abort(self, *requests: Request) -> None:
         """End requests now and free their resources. Their outputs keep the tokens generated so far."""
         self.cancel(requests)
-        with self._waiting, self._lock_in_turn():
-            self._begin()
+        self._locked(lambda: None)
 
     def reset_prefix_cache(self) -> None:
         """Close all kept sequences."""
-        with self._waiting, self._lock_in_turn():
-            self._begin()
-            self._clean = False
+
+        def close_all() -> None:
             while self.scheduler.cache.close_oldest():
                 pass
-            self._end()
+
+        self._locked(close_all, changes=True)
 
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        with self._waiting, self._lock_in_turn():
-            self._begin()
-            return self.scheduler.unfinished
+        return self._locked(lambda: self.scheduler.unfinished)
+
+    def output(self, request: Request) -> RequestOutput:
+        """Return a request's output so far, between two steps: see `OutputProcessor.output`.
+
+        That of a request that has ended waits for no step.
+        """
+        return request.output or self._locked(lambda: self.outputs.output(request))
 
     # The step --------------------------------------------------------------------------------------------
 
@@ -213,37 +218,41 @@ class Core:
         Raises:
             Exception: the engine failed. All running requests have been ended and closed.
         """
-        with self._waiting, self._lock_in_turn():
-            self._begin()
-            self._clean = False
-            try:
-                if until is not None and until():
-                    self._end()
-                    return []
-                deltas: list[Delta] = []
-                start = self.clock()
-                in_flight, self._in_flight = self._in_flight, None
-                if self._overlap is not None and not self._speculates() and self._overlap.may_run():
-                    self._in_flight = self._launch(self._overlap)
-                    if in_flight is None:
-                        self._in_flight_since = start
-                elif in_flight is None:
-                    groups = by_speculator(scheduled := self._schedule(), self._speculators)
-                    for i, (speculator, work) in enumerate(groups):
-                        step = Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
-                        deltas += self._finish(work, self._steps.run(step, self.observer), step.faults)
-                    self.scheduler.prefill_limit.note(scheduled.num_prefill, self.clock() - start)
-                if in_flight is not None:
-                    deltas += self._finish(in_flight.work, *self._read(in_flight))
-            except BaseException as e:
-                self._recover(e)
-                raise
-            self._end()
+        run = self._step if self._overlap is None else partial(self._step_ahead, self._overlap)
+        deltas = self._locked(lambda: [] if until is not None and until() else run(), changes=True)
         for _ in range(MAX_HAND_OVER_SLEEPS):
             if not self._waiting or self._lock.locked():
                 break
             time.sleep(HAND_OVER_SEC)
         return deltas
+
+    def _step(self) -> list[Delta]:
+        """Schedule, run, postprocess."""
+        start, deltas = self.clock(), list[Delta]()
+        scheduled = self._schedule()
+        groups = by_speculator(scheduled, self._speculators)
+        for i, (speculator, work) in enumerate(groups):
+            step = Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
+            tokens = self._steps.run(step, self.observer)
+            deltas += self._postprocess(work, tokens, step.faults)
+        self.scheduler.prefill_limit.note(num_prefill(scheduled), self.clock() - start)
+        return deltas
+
+    def _step_ahead(self, overlap: OverlapScheduler) -> list[Delta]:
+        """Schedule and launch, then postprocess the step before (overlap.py).
+
+        While a request is sampled on the host, steps are not overlapped.
+        """
+        start, before, self._in_flight = self.clock(), self._in_flight, None
+        speculates = any(not r.finished for r in self._speculators)
+        if not speculates and overlap.may_run():
+            if work := self._schedule():
+                with self.observer.span(ENGINE):
+                    self._in_flight = overlap.launch(work)
+                self._in_flight.since = start
+        elif before is None:
+            return self._step()
+        return [] if before is None else self._postprocess(before.work, *self._read(before))
 
     def use_engine(self, num_tokens: int, use: Callable[[Engine], T]) -> T:
         """Call `use` with the engine between two steps, and return its result.
@@ -251,49 +260,67 @@ class Core:
         Steps run until there is capacity for one more sequence of `num_tokens` tokens. `use` may open at most one
         sequence and must close it.
         """
-        while True:
-            with self._waiting, self._lock_in_turn():
-                self._begin()
-                self._clean = False
-                try:
-                    found = [use(self.engine)] if self.scheduler.has_room(num_tokens) else []
-                except BaseException as e:
-                    if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
-                        self._recover(e)
-                    self._end()
-                    raise
-                self._end()
-                if found:
-                    return found[0]
-            self.step(until=lambda: self.scheduler.has_room(num_tokens))
+        results: list[T] = []
 
-    def _lock_in_turn(self) -> AbstractContextManager[object]:
-        """Return the lock that every operation holds."""
+        def use_if_room() -> Exception | None:
+            if self.scheduler.has_room(num_tokens):
+                try:
+                    results.append(use(self.engine))
+                except Exception as e:
+                    if set(self.engine.handles) != self.scheduler.handles:
+                        raise
+                    return e  # the engine is as it was
+            return None
+
+        while not results:
+            if (error := self._locked(use_if_room, changes=True)) is not None:
+                raise error
+            if not results:
+                self.step(until=lambda: self.scheduler.has_room(num_tokens))
+        return results[0]
+
+    # Operations ------------------------------------------------------------------------------------------
+
+    def _locked(self, operation: Callable[[], T], *, changes: bool = False) -> T:
+        """Run an operation between two others, with the lock held.
+
+        It is a function, not the body of a context manager in Python, whose exit an interrupt could skip.
+
+        Args:
+            operation: runs after requests that were cancelled have been ended.
+            changes: whether engine and running sequences may be inconsistent if it raises: the core then recovers.
+        """
         processes.wait_if_exiting()
         if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
             self._generation, self._lock = processes.generation(), processes.step_lock()
             self._waiting.clear()
-        return self._lock if not processes.is_exiting() else nullcontext()
+        with self._waiting, self._lock if not processes.is_exiting() else nullcontext():
+            self._waiting.discard(threading.get_ident())
+            if not self._clean:
+                self._recover(None)
+            if self._cancelled:
+                self._guarded(self._end_cancelled)
+            return self._guarded(operation) if changes else operation()
 
-    def _begin(self) -> None:
-        """Start an operation: recover from an interrupted one, and end the requests that were cancelled."""
-        self._waiting.discard(threading.get_ident())
-        if not self._clean:
-            self._recover(None)
-        if not self._cancelled:
-            return
+    def _guarded(self, operation: Callable[[], T]) -> T:
+        """Run an operation, and recover if it raises."""
         self._clean = False
         try:
-            while self._cancelled:
-                request = self._cancelled[0]
-                self._close(self.scheduler.abort(request))
-                request.finished_sec = request.finished_sec or self.clock()  # waiting requests have nothing to close
-                self.outputs.end([request])
-                self._cancelled.popleft()
+            result = operation()
         except BaseException as e:
             self._recover(e)
             raise
         self._end()
+        return result
+
+    def _end_cancelled(self) -> None:
+        """End the requests that were cancelled."""
+        while self._cancelled:
+            request = self._cancelled[0]
+            self._close(self.scheduler.abort(request))
+            request.finished_sec = request.finished_sec or self.clock()  # waiting requests have nothing to close
+            self.outputs.end([request])
+            self._cancelled.popleft()
 
     def _end(self) -> None:
         """End an operation: engine and scheduler are consistent, and their state is published."""
@@ -315,18 +342,16 @@ class Core:
             self._overlap.reset()
         self._end()
 
-    def _schedule(self) -> StepWork:
+    def _schedule(self) -> list[ScheduledSequence]:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
         mark_scheduled(work := self.scheduler.schedule(), self.clock())
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work
 
-    def _speculates(self) -> bool:
-        """Return whether an unfinished request has a speculator."""
-        return bool(self._speculators) and any(not r.finished for r in self._speculators)
-
-    def _finish(self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]], faults: Mapping[object, str]) -> list[Delta]:
+    def _postprocess(
+        self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]], faults: Mapping[object, str]
+    ) -> list[Delta]:
         """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
         before = [
             (s, len(s.token_ids))
@@ -345,25 +370,14 @@ class Core:
         self.scheduler.stats.num_output_tokens += sum([delta.num_tokens for delta in deltas])
         return deltas
 
-    def _launch(self, overlap: OverlapScheduler) -> InFlightStep | None:
-        """Launch the next step before the tokens of the previous one are read; None if there is nothing to run."""
-        if not (work := self._schedule()):
-            return None
-        with self.observer.span(ENGINE):
-            in_flight = overlap.launch(work)
-        mark_in_flight(work)
-        return in_flight
-
     def _read(self, in_flight: InFlightStep) -> tuple[list[list[int]], dict[object, str]]:
         """Wait for a step's tokens; return them, and the sequences whose logits are not finite, which have none."""
-        tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self.clock()
-        self.scheduler.prefill_limit.note(in_flight.work.num_prefill, now - self._in_flight_since)
-        self._in_flight_since = now
-        if not in_flight.work.is_repeated:  # else the tokens of an earlier step were read
-            for s in sequences:
-                s.note_token(now)
-        if min(tokens, default=0) >= 0:
-            return [[token] for token in tokens], {}
+        tokens, sequences, now = in_flight.tokens.read(), in_flight.sequences, self.clock()
+        self.scheduler.prefill_limit.note(num_prefill(in_flight.work), now - in_flight.since)
+        if self._in_flight is not None:
+            self._in_flight.since = now
+        for s in sequences:
+            s.note_token(now)
         failed = [s for s, t in zip(sequences, tokens, strict=True) if t < 0 and s.finish_reason is None]
         return [[token] if token >= 0 else [] for token in tokens], dict.fromkeys(failed, not_finite())
 
@@ -381,14 +395,3 @@ class Core:
             speculator.forget(s)
         if self._overlap is not None:
             self._overlap.forget(s)
-
-    def output(self, request: Request) -> RequestOutput:
-        """Return a request's output so far, between two steps: see `OutputProcessor.output`.
-
-        That of a request that has ended waits for no step.
-        """
-        if request.output is not None:
-            return request.output
-        with self._waiting, self._lock_in_turn():
-            self._begin()
-            return self.outputs.output(request)

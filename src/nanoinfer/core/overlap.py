@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from nanoinfer.core.step import batch_of
-from nanoinfer.engines.base import Engine, OverlapEngine, StepBatch, TokenFuture
+from nanoinfer.engines.base import Engine, OverlapEngine, TokenFuture
 from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import StepWork
+from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,23 +48,16 @@ class DeviceSampler(Protocol):
         """Sample a token for each wanted row and update its slot: see `engines.base.SampleSlots`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class InFlightStep:
     """A launched step whose tokens have not been read. A token < 0 means that logits were not finite."""
 
-    work: StepWork
+    work: list[ScheduledSequence]
+    sequences: list[Sequence]
+    """Those that sample, in the order of `tokens`."""
     tokens: TokenFuture
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """What a launch derives from its work. A step that repeats the work launches the same."""
-
-    work: StepWork
-    batch: StepBatch
-    slots: list[SamplerSlot]
-    numbers: list[int]
-    """The numbers of `slots`."""
+    since: float = 0.0
+    """Time when the device began it: its launch, or the end of the step before. In seconds, on the core's clock."""
 
 
 @dataclass(slots=True)
@@ -84,7 +77,6 @@ class OverlapScheduler:
         self._sampler = sampler
         self._slots: dict[Sequence, SamplerSlot] = {}
         self._free = list(reversed(range(sampler.num_slots)))
-        self._last: LaunchedStep | None = None
         self._host_sampled: set[Request] = set()
         """Requests that the device sampler does not support, or whose samples have not been forked."""
 
@@ -106,16 +98,15 @@ class OverlapScheduler:
         reads = not request.samples or (request.prompt_reads is not None and request.prompt_reads.num_unread > 0)
         return reads or first.grammar is not None or self._sampler.covers(first) is not None
 
-    def launch(self, work: StepWork) -> InFlightStep:
-        """Launch a step. `work` is from the scheduler, without forks."""
-        last = self._last
-        if last is None or last.work is not work or work[0].token_ids:
-            slots = [self._slot(s) for s in work.sequences]
-            last = self._last = LaunchedStep(work, batch_of(work), slots, [slot.number for slot in slots])
-        in_flight = InFlightStep(work, self._engine.step(last.batch, self._sampler.sample_slots, last.numbers))
-        for slot in last.slots:
+    def launch(self, work: list[ScheduledSequence]) -> InFlightStep:
+        """Launch a step. `work` is from the scheduler, without forks. The sampled tokens count as in flight."""
+        sequences = sampling_sequences(work)
+        slots = [self._slot(s) for s in sequences]
+        tokens = self._engine.step(batch_of(work), self._sampler.sample_slots, [slot.number for slot in slots])
+        for s, slot in zip(sequences, slots, strict=True):
             slot.position += 1
-        return in_flight
+            s.num_inflight_tokens += 1
+        return InFlightStep(work, sequences, tokens)
 
     def _slot(self, sequence: Sequence) -> SamplerSlot:
         """Return a sequence's slot. Re-upload its state if tokens were sampled on the host since it was last used."""
@@ -131,13 +122,11 @@ class OverlapScheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """Free the slot of a finished sequence."""
-        self._last = None
         if (slot := self._slots.pop(sequence, None)) is not None:
             self._free.append(slot.number)
 
     def reset(self) -> None:
         """Free all slots, also after an exception in the middle of a call."""
-        self._last = None
         self._slots.clear()
         self._free = list(reversed(range(self._sampler.num_slots)))
 

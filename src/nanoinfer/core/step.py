@@ -36,7 +36,7 @@ from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
 from nanoinfer.scheduling.sequence import PromptReads, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
-from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_room
+from nanoinfer.speculative.speculator import Speculator, StepProposals, StepRow, drop_without_room
 from nanoinfer.speculative.verify import Group, sample_and_verify
 from nanoinfer.structured import masks
 from nanoinfer.utils.arrays import Array
@@ -102,69 +102,62 @@ class StepRunner:
         propose(step)
         if step.proposed.proposals:
             drop_without_room(self._engine, step.work, step.proposed, step.later)
+        rows = step.proposed.resolve(step.work)
         start = self._clock()
         batch = batch_of(step.work, step.proposed)
         with observer.span(ENGINE):
             logits = self._engine.extend(batch)
         with observer.span(SAMPLER):
-            sampled = self._sample(step, logits)
-        tokens = [[found.token_id for found in some] for some in sampled]
+            self._read_scores(step, logits)
+            sampled = self._sample(step, rows, logits[:, : self._vocab_size])
+        tokens = [[token.token_id for token in some] for some in sampled]
         now = self._clock()
-        self._note(step, sampled, now)
+        for row, some in zip(rows, sampled, strict=True):
+            if some or row.is_beam:
+                row.sequence.note_token(now)
+            self._logprobs.add(row.sequence, some)
         if step.speculator is not None:
-            self._truncate(step, tokens)
+            for row, token_ids in zip(rows, tokens, strict=True):
+                self._keep_accepted(row, token_ids)
             step.speculator.learn(step.work, step.proposed, tokens, now - start, self._engine.hidden)
         return tokens
 
-    def _sample(self, step: Step, logits: Array) -> list[list[Sampled]]:
-        """Read or sample each row, and return the tokens of each sequence that samples: none of a beam."""
-        groups: list[Group] = []  # the sequences to sample, with their proposals
-        rows: list[int] = []  # their rows, in order
-        beams: dict[Sequence, int] = {}
+    def _read_scores(self, step: Step, logits: Array) -> None:
+        """Pass the rows of scored positions to the requests that read them."""
         hidden: Array | None = None
-        at = 0
-        for w in step.work:
+        for w, first in zip(step.work, step.proposed.first_rows, strict=True):
             if w.num_scored:
                 reads = cast(PromptReads, w.sequence.request.prompt_reads)
-                rows_read = logits
-                if reads.hidden:
-                    hidden = rows_read = self._engine.hidden() if hidden is None else hidden
-                read_scores(step, w, reads, rows_read[at : at + w.num_scored])
-                at += w.num_scored
-            if not w.samples:
-                continue
-            count = 1 + len(step.proposed.drafts(w.sequence))
-            if w.sequence.request.beams is not None:
-                beams[w.sequence] = at
-            else:
-                for sibling in w.forks:
-                    sibling.handle = self._engine.fork(Handle(cast(int, w.sequence.handle)))
-                groups += [(w.sequence, step.proposed.proposals.get(w.sequence)), *((s, None) for s in w.forks)]
-                rows += [*range(at, at + count), *[at] * len(w.forks)]
-            at += count
-        logits = logits[:, : self._vocab_size]
+                if reads.hidden and hidden is None:
+                    hidden = self._engine.hidden()
+                rows = hidden if reads.hidden else logits
+                read_scores(step, w, reads, cast(Array, rows)[first : first + w.num_scored])
+
+    def _sample(self, step: Step, rows: Seq[StepRow], logits: Array) -> list[list[Sampled]]:
+        """Sample the rows, and return the tokens of each sequence that samples: none of a beam."""
+        beams = {row.sequence: row.first for row in rows if row.is_beam and row.sequence.handle is not None}
         if beams:
             step.faults |= self._beams.read(beams, logits)
-        if rows != list(range(at)):
-            logits = logits[rows]
+        for w in step.work:
+            for sibling in w.forks if w.sequence.request.beams is None else ():
+                sibling.handle = self._engine.fork(Handle(cast(int, w.sequence.handle)))
+        groups: list[Group] = [(row.sequence, row.proposal) for row in rows if not row.is_beam]
+        indices = [i for row in rows if not row.is_beam for i in range(row.first, row.first + 1 + len(row.drafts))]
+        if indices != list(range(logits.shape[0])):
+            logits = logits[indices]
         sampled = iter(sample(step, self._sampler, logits, groups))
-        return [next(sampled) if s.request.beams is None else [] for s in sampling_sequences(step.work)]
+        return [[] if row.is_beam else next(sampled) for row in rows]
 
-    def _note(self, step: Step, sampled: Seq[list[Sampled]], now: float) -> None:
-        """Store log-probabilities, the time of first tokens, and which tokens were proposed."""
-        for s, some in zip(sampling_sequences(step.work), sampled, strict=True):
-            if some or s.request.beams is not None:
-                s.note_token(now)
-            self._logprobs.add(s, some)
-            if step.speculator is not None:
-                s.draft_accepted += step.proposed.accepted(s, [found.token_id for found in some])
+    def _keep_accepted(self, row: StepRow, token_ids: list[int]) -> None:
+        """Note which of a sequence's new tokens were proposed, and remove rejected proposals from the KV cache.
 
-    def _truncate(self, step: Step, tokens: Seq[Seq[int]]) -> None:
-        """Remove rejected proposals from the KV cache."""
-        for s, some in zip(sampling_sequences(step.work), tokens, strict=True):
-            if (num_wrong := 1 + len(step.proposed.drafts(s)) - len(some)) and s in step.proposed.proposals:
-                handle = Handle(cast(int, s.handle))
-                self._engine.truncate(handle, self._engine.length(handle) - num_wrong)
+        The last of the tokens was proposed only if the output is complete with it.
+        """
+        drafts, s = row.drafts, row.sequence
+        s.draft_accepted += [i < len(drafts) and token == drafts[i] for i, token in enumerate(token_ids)]
+        if drafts and (num_rejected := 1 + len(drafts) - len(token_ids)):
+            handle = Handle(cast(int, s.handle))
+            self._engine.truncate(handle, self._engine.length(handle) - num_rejected)
 
 
 def batch_of(work: Seq[ScheduledSequence], proposed: StepProposals | None = None) -> StepBatch:
@@ -173,7 +166,7 @@ def batch_of(work: Seq[ScheduledSequence], proposed: StepProposals | None = None
     for w in work:
         handle = Handle(cast(int, w.sequence.handle))
         if proposed is not None and w.sequence in proposed.proposals:
-            drafts = proposed.drafts(w.sequence)
+            drafts = proposed.proposals[w.sequence].token_ids
             batch.add(handle, [*w.token_ids, *drafts], num_logits=w.num_scored + 1 + len(drafts))
         else:
             token_ids = [*w.token_ids, PENDING] if w.pending else w.token_ids

@@ -19,7 +19,7 @@ are computed on the device: token i of a row attends to the positions up to its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -41,7 +41,6 @@ from nanoinfer.models.attention import Masking, attention_backends, scaled_atten
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.gpt import GPT, Block, LayerAttend
 from nanoinfer.models.layers import Rotation
-from nanoinfer.utils import processes
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 HEAD_TOKENS = 16
@@ -76,31 +75,6 @@ class StepOutput(NamedTuple):
     """(R,) int64 sampled tokens; None if the step sampled none."""
 
 
-@dataclass
-class PlannedStep:
-    """The sub-batches of a step that samples, and whether the next one repeats it.
-
-    A step repeats the one before if each sequence decodes the token that was sampled for it, for the same slots of the
-    sampler, and in the same bucket. Its inputs are then on the device, and checks and plan hold.
-    """
-
-    parts: list[tuple[SubBatch, list[tuple[int, int]]]]
-    """Sub-batches, each with (index in the step's tokens, row) of each sequence that samples."""
-    slot_of: dict[int, int]
-    """The sampler's slot of each sequence that samples, by its index in the batch."""
-    batch: StepBatch | None = None
-    """A copy; None: the step cannot be repeated."""
-    sampler_slots: list[int] = field(default_factory=list)
-    """A copy."""
-    num_repeats: int = 0
-    """Number of steps until a sequence exceeds the bucket's context."""
-
-    def is_repeated_by(self, batch: StepBatch, sampler_slots: list[int]) -> bool:
-        """Return whether the next step repeats this one, and count it."""
-        self.num_repeats -= 1
-        return self.num_repeats >= 0 and batch == self.batch and sampler_slots == self.sampler_slots
-
-
 class StaticShapeEngine(ModelEngine):
     """Base class of the engines with static shapes. Arguments: see `ModelEngine`.
 
@@ -121,8 +95,6 @@ class StaticShapeEngine(ModelEngine):
         self._range = torch.arange(max(columns, buckets.MAX_TOKENS), device=self.device)
         self._masked = torch.tensor([float("-inf"), 0.0], dtype=self.dtype, device=self.device)
         self._on_device = torch.cuda.device_of(self._last)  # type: ignore[no-untyped-call]
-        self._last_step: PlannedStep | None = None
-        """The step before, if it may be repeated; None after any other change of the sequences."""
         self._sampled: set[Handle] = set()
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
@@ -136,7 +108,6 @@ class StaticShapeEngine(ModelEngine):
     @torch.inference_mode()
     def extend(self, batch: StepBatch) -> Tensor:
         """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
-        self._last_step = None
         self._check(batch)
         firsts = [0, *accumulate(batch.num_logits)]
         hidden: list[Tensor] = []
@@ -170,38 +141,19 @@ class StaticShapeEngine(ModelEngine):
     @torch.inference_mode()
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
         """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
-        last, self._last_step = self._last_step, None
-        is_forked = self._generation != processes.generation()
-        repeats = last is not None and last.is_repeated_by(batch, sampler_slots) and not is_forked
-        step = last if last is not None and repeats else self._planned(batch, sampler_slots)
-        pending = PendingTokens(len(sampler_slots))
-        for part, places in step.parts:
-            tokens = self._run(part, batch, sample, None if repeats else step.slot_of).tokens
-            pending.add(cast(Tensor, tokens), places)
-        if not repeats:
-            self._sampled.difference_update(batch.handles)
-            self._sampled.update(batch.handles[i] for i in step.slot_of)
-        self._advance(batch)
-        self._last_step = step
-        return pending
-
-    def _planned(self, batch: StepBatch, sampler_slots: list[int]) -> PlannedStep:
-        """Check and plan a step."""
         self._check_step(batch, sampler_slots)
         sampling = [i for i, n in enumerate(batch.num_logits) if n]
-        index = {i: at for at, i in enumerate(sampling)}
-        parts = self._plan(batch)
-        placed = [
-            (part, [(index[i], row) for i, row in zip(part.members, part.rows, strict=True) if i in index])
-            for part in parts
-        ]
+        index = {i: at for at, i in enumerate(sampling)}  # in the step's tokens
         slot_of = dict(zip(sampling, sampler_slots, strict=True))
-        if len(parts) != 1 or any(t != PENDING for t in batch.token_ids) or not all(batch.num_logits):
-            return PlannedStep(placed, slot_of)
-        num_repeats = parts[0].bucket.context - 1 - max(self._lengths[h] for h in batch.handles)
-        counts = batch.num_new.copy(), batch.num_logits.copy()
-        copy = StepBatch(batch.handles.copy(), batch.token_ids.copy(), *counts)
-        return PlannedStep(placed, slot_of, copy, sampler_slots.copy(), num_repeats)
+        pending = PendingTokens(len(sampler_slots))
+        for part in self._plan(batch):
+            tokens = self._run(part, batch, sample, slot_of).tokens
+            rows = zip(part.members, part.rows, strict=True)
+            pending.add(cast(Tensor, tokens), [(index[i], row) for i, row in rows if i in index])
+        self._sampled.difference_update(batch.handles)
+        self._sampled.update(batch.handles[i] for i in sampling)
+        self._advance(batch)
+        return pending
 
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
         for source, target in self._cache.compact(self._lengths):
@@ -215,19 +167,14 @@ class StaticShapeEngine(ModelEngine):
         part: SubBatch,
         batch: StepBatch,
         sample: SampleSlots | None = None,
-        sampler_slots: Mapping[int, int] | None = EMPTY,
+        sampler_slots: Mapping[int, int] = EMPTY,
     ) -> StepOutput:
-        """Upload the inputs of one sub-batch if they changed, then run it.
-
-        Args:
-            sampler_slots: of the members that sample; None: the inputs are those of the step before, advanced.
-        """
+        """Upload the inputs of one sub-batch if they changed, then run it. `sampler_slots`: of members that sample."""
         shape = part.bucket
         inputs = self._inputs.get((shape.rows, shape.tokens))
         if inputs is None:
             inputs = self._inputs[shape.rows, shape.tokens] = StepInputs(shape.rows, shape.tokens, self.device)
-        if sampler_slots is not None:
-            inputs.put(self._rows(part, batch, sampler_slots))
+        inputs.put(self._rows(part, batch, sampler_slots))
         try:
             with self._on_device:  # Triton launches there
                 out = self._execute((shape, sample is not None), lambda: self._compute(inputs, shape, sample))
@@ -339,7 +286,6 @@ class StaticShapeEngine(ModelEngine):
         self._cache.open(handle)
 
     def _truncate(self, handle: Handle, length: int) -> None:
-        self._last_step = None
         self._cache.clear(self._cache.slot(handle), length, self._lengths[handle])
 
     @torch.inference_mode()
@@ -351,12 +297,10 @@ class StaticShapeEngine(ModelEngine):
             self._sampled.add(child)
 
     def _close(self, handle: Handle) -> None:
-        self._last_step = None
         self._cache.close(handle, self._lengths[handle])
         self._sampled.discard(handle)
 
     def _reset(self) -> None:
-        self._last_step = None
         self._cache.reset()
         self._sampled.clear()
         for inputs in self._inputs.values():

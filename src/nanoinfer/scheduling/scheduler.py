@@ -32,10 +32,9 @@ from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.scheduling import beams
 from nanoinfer.scheduling.prefill_limit import PrefillLimit
 from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache
-from nanoinfer.scheduling.repeat import RepeatedWork
 from nanoinfer.scheduling.room import Room
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepBudget, StepWork, sampling_sequences
+from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepBudget, sampling_sequences
 
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
@@ -61,7 +60,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of `_rank`
         self._preempted: list[Sequence] = []  # since `take_preempted`
         self._step = 0
-        self._repeated = RepeatedWork()
         self._reserved: int | None = None  # blocks that the running sequences need to continue; None: not counted
 
     @property
@@ -179,7 +177,6 @@ class Scheduler:
             s.admitted, s.last_sampled_step = True, self._step
             insort(self._running, s, key=_rank)
         self._waiting.remove(first)
-        self._repeated.clear()
 
     def _preempt_last(self, winner: Sequence, *, same_priority: bool, planned: Collection[Sequence] = ()) -> bool:
         """Preempt the last running sequence that comes after `winner`; return whether there was one.
@@ -200,7 +197,6 @@ class Scheduler:
         s.awaits_search = beams.awaits_search(s)
         insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
-        self._repeated.clear()
         self._reserved = None
         for other in unforked:
             other.admitted = False
@@ -230,19 +226,15 @@ class Scheduler:
 
     # A step ----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepWork:
+    def schedule(self) -> list[ScheduledSequence]:
         """Admit waiting sequences and return the work of the next step.
 
         It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens."""
         self._admit()
         self._step += 1
-        has_room = 2 * len(self._running) <= self._engine.num_free_blocks  # a block and a copy for each that decodes
-        if has_room and (repeated := self._repeated.next(self._running, self._step)) is not None:
-            return repeated
-        work = StepWork(self._plan().values())
+        work = list(self._plan().values())
         if num_forks := sum(len(w.forks) for w in work):
             self.cache.make_places(num_forks)
-        self._repeated.note(work, self._running)
         return work
 
     def _plan(self) -> dict[Sequence, ScheduledSequence]:
@@ -251,11 +243,8 @@ class Scheduler:
         todo = [(s, s.num_uncached) for s in ready]
         decoding = [item for item in todo if item[1] == 1]
         longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_sampled_step)
-        most = self.config.max_num_batched_tokens
-        num_prefill = max(most - len(decoding), most // 4, 1)
-        if longer and any(s.request.queue is not None for s, _ in decoding):  # one of them is streamed
-            num_prefill = self.prefill_limit.apply(num_prefill)
-        budget = StepBudget(num_prefill)
+        num_streams = sum(s.request.queue is not None for s, _ in decoding)
+        budget = self._budget(len(decoding), num_streams)
         bound = min(budget.num_prefill, sum(uncached for _, uncached in longer))
         has_room = bound + len(todo) + len(decoding) <= self._engine.num_free_blocks  # a block and a copy for each
         work: dict[Sequence, ScheduledSequence] = {}
@@ -270,6 +259,12 @@ class Scheduler:
             budget.take(s, count, uncached)
             work[s] = self._work(s, count, count == uncached)
         return work
+
+    def _budget(self, num_decoding: int, num_streams: int) -> StepBudget:
+        """Return what a step may process beside the sequences that decode, of which `num_streams` are streamed."""
+        limit = self.config.max_num_batched_tokens
+        num_prefill = max(limit - num_decoding, limit // 4, 1)
+        return StepBudget(self.prefill_limit.apply(num_prefill) if num_streams else num_prefill)
 
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
@@ -314,7 +309,6 @@ class Scheduler:
                 sequence.num_inflight_tokens -= 1
             if len(sampled) != 1:
                 sequence.num_cached += len(sampled) - 1
-                self._repeated.clear()
             try:
                 for token in sampled:
                     if sequence.finish_reason is None:
@@ -352,7 +346,6 @@ class Scheduler:
                 self.cache.keep(s)
         if ended:
             self._running = [s for s in self._running if s.finish_reason is None]
-            self._repeated.clear()
         if any(s.request.beams for s in ended):  # a beam that waits ends with the others
             self._waiting = [s for s in self._waiting if s.finish_reason is None]
         return ended
@@ -362,7 +355,6 @@ class Scheduler:
         for sequence in request.sequences:
             sequence.abort(error)
         self._waiting = [s for s in self._waiting if s.request is not request]
-        self._repeated.clear()
         return self.remove_finished()
 
     def abort_running(self, error: str | None = None) -> list[Sequence]:
@@ -378,7 +370,6 @@ class Scheduler:
             sequence.handle, sequence.num_cached = None, 0
         self._waiting = [s for s in self._waiting if s.finish_reason is None]
         self._running, self._preempted = [], []
-        self._repeated.clear()
         return ended
 
     def check_integrity(self) -> None:

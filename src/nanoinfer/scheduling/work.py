@@ -84,44 +84,17 @@ class SchedulerStats:
         return SchedulerState(num_running, num_free_blocks, *counts)
 
 
-class StepWork(list[ScheduledSequence]):
-    """The work of one step, in the order of the batch. A step that repeats it has the same object (repeat.py)."""
-
-    is_repeated = False
-    """Whether it was the work of the step before, with other tokens."""
-    _sequences: list[Sequence] | None = None  # no cached_property: all instances share its lock before Python 3.12
-
-    @property
-    def num_prefill(self) -> int:
-        """Tokens of prompts and of windows that slid."""
-        if self.is_repeated:
-            return 0
-        return sum(num for w in self if (num := len(w.token_ids)) > 1)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences that sample a token, as `sampling_sequences` returns them."""
-        if self._sequences is None:
-            self._sequences = sampling_sequences([*self])
-        return self._sequences
+def num_prefill(work: Seq[ScheduledSequence]) -> int:
+    """Return the number of tokens of prompts and of windows that slid."""
+    return sum(num for w in work if (num := len(w.token_ids)) > 1)
 
 
 def sampling_sequences(work: Seq[ScheduledSequence]) -> list[Sequence]:
     """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
-    if isinstance(work, StepWork):
-        return work.sequences
     return [s for w in work if w.samples for s in ((w.sequence, *w.forks) if w.forks else (w.sequence,))]
 
 
-def mark_scheduled(work: StepWork, now: float) -> None:
+def mark_scheduled(work: Seq[ScheduledSequence], now: float) -> None:
     """Note the time of the first step of each request."""
-    if work.is_repeated:
-        return
     for w in work:
         w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
-
-
-def mark_in_flight(work: StepWork) -> None:
-    """Count the sampled tokens of this work as in flight, until they are read and passed to `Scheduler.postprocess`."""
-    for sequence in work.sequences:
-        sequence.num_inflight_tokens += 1

@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle
-from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
+from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 from nanoinfer.utils.arrays import Array
@@ -42,6 +42,25 @@ class SpecStats:
     """Time of engine and sampler in the request's steps, including the time for other sequences in the batch."""
 
 
+class StepRow(NamedTuple):
+    """A sequence that samples in a step."""
+
+    sequence: scheduling.Sequence
+    first: int
+    """The first of its 1 + len(drafts) rows of the step's logits. A fork samples from the row of its sibling."""
+    proposal: Proposal | None
+
+    @property
+    def drafts(self) -> list[int]:
+        """The tokens that are proposed; empty if there are none."""
+        return [] if self.proposal is None else self.proposal.token_ids
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether it is a beam, whose candidates are read instead of sampling a token."""
+        return self.sequence.request.beams is not None
+
+
 @dataclass
 class StepProposals:
     """The proposals for one step."""
@@ -52,16 +71,22 @@ class StepProposals:
     drafted: tuple[int, int, int] | None = None
     """Arguments of `Drafter.estimate_sec` for the requests to the drafter; None if there were none."""
 
-    def drafts(self, sequence: scheduling.Sequence) -> list[int]:
-        """Return the tokens proposed for a sequence; empty if there are none."""
-        proposal = self.proposals.get(sequence)
-        return proposal.token_ids if proposal is not None else []
+    rows: list[StepRow] = field(default_factory=list)
+    """The sequences that sample in the step, each followed by its forks (`resolve`)."""
+    first_rows: list[int] = field(default_factory=list)
+    """The first row of logits of each part of the step's work, whether it samples or not."""
 
-    def accepted(self, sequence: scheduling.Sequence, token_ids: Sequence[int]) -> list[bool]:
-        """Return which of a sequence's new tokens are those of its proposal: all but the last, and that one if the
-        output is complete with it."""
-        drafts = self.drafts(sequence)
-        return [i < len(drafts) and token == drafts[i] for i, token in enumerate(token_ids)]
+    def resolve(self, work: Sequence[ScheduledSequence]) -> list[StepRow]:
+        """Set and return the rows, once the proposals of a step are final."""
+        self.rows, self.first_rows, at = [], [], 0
+        for w in work:
+            self.first_rows.append(at)
+            at += w.num_scored
+            if w.samples:
+                self.rows.append(StepRow(w.sequence, at, self.proposals.get(w.sequence)))
+                self.rows += [StepRow(s, at, None) for s in w.forks]
+                at += 1 + len(self.rows[-1 - len(w.forks)].drafts)
+        return self.rows
 
 
 class Speculator:
@@ -134,17 +159,17 @@ class Speculator:
 
         Args:
             work: of the step.
-            done: the proposals of the step.
+            done: the proposals of the step, with its rows.
             tokens: the tokens kept for each sequence that sampled.
             step_sec: time of engine and sampler.
             hidden: `Engine.hidden`; called if the drafter uses hidden states.
         """
         rounds = []
-        for s, kept in zip(sampling_sequences(list(work)), tokens, strict=True):
-            proposed = len(done.drafts(s))
+        for row, kept in zip(done.rows, tokens, strict=True):
+            proposed = len(row.drafts)
             accepted = max(0, len(kept) - 1) if proposed else 0
-            rounds.append((self._acceptance.get(s), proposed, accepted))
-            stats = self.stats(s.request)
+            rounds.append((self._acceptance.get(row.sequence), proposed, accepted))
+            stats = self.stats(row.sequence.request)
             stats.num_proposed += proposed
             stats.num_accepted += accepted
             stats.num_rejected += accepted < proposed
@@ -158,8 +183,8 @@ class Speculator:
         if isinstance(self.drafter, UsesHidden) and tokens:
             if self._adaptive is not None and self._adaptive.next_is_plain:
                 return  # the next step replaces these hidden states before they are used
-            rows = sampling_sequences(list(work))
-            self.drafter.update_hidden(rows, hidden()[_newest_rows(work, done, tokens)])
+            newest = [row.first + len(kept) - 1 for row, kept in zip(done.rows, tokens, strict=True)]
+            self.drafter.update_hidden([row.sequence for row in done.rows], hidden()[newest])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
         """Return the statistics of a request."""
@@ -203,26 +228,12 @@ def drop_without_room(
     counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in (*work, *later)]
     free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
     for w, handle, count in counts[: len(work)]:
-        if drafts := done.drafts(w.sequence):
-            more = need(handle, count + len(drafts)) - need(handle, count)
+        if (proposal := done.proposals.get(w.sequence)) is not None:
+            more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
             if more > free:
                 del done.proposals[w.sequence]
             else:
                 free -= more
-
-
-def _newest_rows(work: Sequence[ScheduledSequence], done: StepProposals, tokens: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each sequence that sampled, the row of the step's logits from which its newest token was sampled.
-
-    Two sequences; the first accepted 2 of 3 proposals and sampled one more token: rows 0 1 2 3 | 4  ->  [2, 4]
-    """
-    rows, at, kept = [], 0, iter(tokens)
-    for w in work:
-        at += w.num_scored
-        if w.samples:
-            rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # forks sample from the same row
-            at += 1 + len(done.drafts(w.sequence))
-    return rows
 
 
 def _decodes(work: ScheduledSequence) -> bool:
