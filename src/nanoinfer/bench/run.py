@@ -145,7 +145,7 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     started = time.monotonic()
     device = resolve_device(plan.device)
     kind = device.partition(":")[0]
-    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log/2026-11.md): it is measured only where named.
+    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log/2026-11.md): measured only where named.
     usable = (s for s in ENGINES.values() if s.unavailable() is None and kind in s.devices)
     engines = [spec.name for spec in usable if spec.preferred or device != "cpu"]
     jobs = _jobs(plan, engines, device)

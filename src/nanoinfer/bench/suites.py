@@ -167,7 +167,7 @@ def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: boo
     """Many requests: of all lengths, with a common prefix, beside a long prompt that arrives, steadily decoding."""
     best, room = engines[-1], config.block_size
     small: str | None = next(iter(ENGINES[best].quantizations), None)
-    # In transformers, which pads all sequences to the longest, the mix takes minutes (69 tokens/s: docs/log/2026-11.md).
+    # In transformers, which pads all sequences to the longest, the mix takes minutes (docs/log/2026-11.md).
     formats = [(best, "bfloat16", None), *((best, "float32", q) for q in ENGINES[best].quantizations)]
     formats += [f for f in _PEERS if f[1:] != ("float32", None) and not f[0].startswith("transformers")]
     longest = min(64 if quick else MIXED_HIGH, room // 2)
