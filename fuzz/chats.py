@@ -20,12 +20,10 @@ from mutate import mutate_bytes, mutate_json
 
 from nanoinfer import NanoinferError
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.detect import detect
-from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.format import AnswerFormat, detect
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.answers.response_template import ResponseTemplate
-from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured import grammars

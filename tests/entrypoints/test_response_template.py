@@ -18,8 +18,7 @@ from nanoinfer.checkpoints import chat_files
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.response_template import ResponseTemplate
-from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 

@@ -9,8 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.inputs.answers.format import COUNT, HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
-from nanoinfer.inputs.answers.reader import STRING_MARK
+from nanoinfer.inputs.answers.format import (
+    COUNT,
+    HARMONY,
+    ID,
+    JSON_IN_MARKERS,
+    PYTHON_IN_MARKERS,
+    STRING_MARK,
+    AnswerFormat,
+)  # fmt: skip
 from nanoinfer.inputs.tools import Tool
 
 THINK = {"reasoning_start": "<think>", "reasoning_end": "</think>"}

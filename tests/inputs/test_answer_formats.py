@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from helpers.answers import DETECTED, TEMPLATES, template
-from nanoinfer.inputs.answers.detect import detect
-from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat, detect
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 TURN_ENDS = ("<|end|>",)

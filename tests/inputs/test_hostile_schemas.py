@@ -12,10 +12,10 @@ import pytest
 
 from helpers.answers import FORMATS
 from helpers.errors import refuses
-from nanoinfer.inputs.answers import lark, schema_types
 from nanoinfer.inputs.answers.grammar import to_grammar
-from nanoinfer.inputs.answers.lenient import ANY_OBJECT, MAX_CHARS, LenientTools
+from nanoinfer.inputs.answers.lark import ANY_OBJECT, MAX_CHARS, LenientTools
 from nanoinfer.inputs.tools import Tool
+from nanoinfer.structured import schemas
 from nanoinfer.structured.check_worker import Vocabulary
 
 MANY = 30
@@ -71,22 +71,21 @@ def test_an_integer_may_be_written_with_a_point() -> None:
 def test_options_that_refer_to_each_other_are_read_once(
     name: str, kind: dict[str, Any], definitions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, target = [0], schema_types.target
+    calls, target = [0], schemas.target
 
     def count(root: Any, reference: Any) -> Any:
         calls[0] += 1
         assert calls[0] < 10_000
         return target(root, reference)
 
-    monkeypatch.setattr(schema_types, "target", count)
-    monkeypatch.setattr(lark.schemas, "target", count)
+    monkeypatch.setattr(schemas, "target", count)
     assert grammar(name, {"a": {**kind, **OPTIONS}}, **{"$defs": definitions}) is not None
 
 
 def test_types_of_options_that_refer_to_themselves() -> None:
     root = {"properties": {"k": OPTIONS}, "$defs": {"a": {"anyOf": [*OPTIONS["anyOf"], {"type": "integer"}]}}}
-    assert schema_types.types_of(root, "k") == {"integer"}
-    assert schema_types.types_of({**root, "$defs": {"a": OPTIONS}}, "k") is None
+    assert schemas.types_of(root, "k") == {"integer"}
+    assert schemas.types_of({**root, "$defs": {"a": OPTIONS}}, "k") is None
 
 
 @pytest.mark.parametrize("name", ["coder", "gemma", "lfm", "hermes"])

@@ -10,10 +10,8 @@ import pytest
 from helpers.answers import TEMPLATES, template
 from helpers.errors import refuses
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.detect import MAX_PIECE, detect
-from nanoinfer.inputs.answers.format import JSON_IN_MARKERS
-from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate
-from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
+from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, MAX_PIECE, detect
+from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.tokenizers import chat_template
 from nanoinfer.tokenizers.chat_template import ChatTemplate

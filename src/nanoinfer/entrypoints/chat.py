@@ -20,10 +20,9 @@ from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.grammar import RepeatableCalls, to_grammar
-from nanoinfer.inputs.answers.lenient import ANY_OBJECT
+from nanoinfer.inputs.answers.lark import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.answers.response_template import ResponseTemplate
-from nanoinfer.inputs.answers.response_template_parser import ResponseTemplateParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool

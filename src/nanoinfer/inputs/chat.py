@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.detect import detect
-from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.lenient import LenientTools
+from nanoinfer.inputs.answers.format import AnswerFormat, detect
+from nanoinfer.inputs.answers.lark import LenientTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
 from nanoinfer.inputs.history import History, describe_tools
 from nanoinfer.inputs.messages import REASONING_KEYS, Message, is_list

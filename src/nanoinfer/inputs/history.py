@@ -18,8 +18,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.detect import IDS, NAMES, PROBE_TOOLS, probe_calls
-from nanoinfer.inputs.answers.format import ID, AnswerFormat
+from nanoinfer.inputs.answers.format import ID, IDS, NAMES, PROBE_TOOLS, AnswerFormat, probe_calls
 from nanoinfer.inputs.messages import Message, as_object
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.tokenizers.chat_template import ChatTemplate

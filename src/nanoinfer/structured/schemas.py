@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -32,6 +32,7 @@ _APPLIED = ("allOf", "anyOf", "oneOf", "$ref")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 def _are_strings(value: Any) -> bool:
@@ -85,7 +86,7 @@ def rewrite(root: Schema) -> None:
         names = target(root, names["$ref"]) if isinstance(names, dict) and names.keys() == {"$ref"} else names
         if isinstance(names, dict):
             _rewrite_names(schema, names)
-        leaves = [_leaves(root, option) for option in _items(schema, "oneOf")]
+        leaves = [options(root, option, inherit=False) for option in _items(schema, "oneOf")]
         if "anyOf" not in schema and (name := _discriminator(leaves)) is not None:
             for leaf in (leaf for some in leaves for leaf in some):
                 leaf["required"] = list(dict.fromkeys([*_required(leaf), name]))
@@ -102,51 +103,98 @@ def _rewrite_names(schema: Schema, names: Schema) -> None:
         del schema["propertyNames"]
     elif kept <= {"enum", "const"} and "patternProperties" not in schema:
         known = _properties(schema)
-        listed = {name: known.get(name, rest) for name in _constants(names) if isinstance(name, str)}
-        schema |= {"properties": listed, "additionalProperties": False}
+        properties = {name: known.get(name, rest) for name in listed(names) or () if isinstance(name, str)}
+        schema |= {"properties": properties, "additionalProperties": False}
         del schema["propertyNames"]
     elif kept == {"pattern"} and "properties" not in schema and "patternProperties" not in schema:
         schema |= {"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}
         del schema["propertyNames"]
 
 
-def _leaves(root: Schema, option: Any) -> list[Schema]:
-    """Return the objects that an option is one of: references and further options are followed, each once."""
-    leaves: list[Schema] = []
-    left, followed = [option], set[int]()
-    while left:
-        part = left.pop()
-        if not isinstance(part, dict) or id(part) in followed:
-            return []
-        followed.add(id(part))
-        if (found := target(root, part.get("$ref"))) is not None:
-            left.append(found)
-        elif several := _items(part, "oneOf") or _items(part, "anyOf"):
-            left += several
-        elif part.get("type") == "object":
-            leaves.append(part)
+def options(root: Any, schema: Any, inherit: bool = True) -> list[Any]:
+    """Return the schemas of which one must match: references are followed, each once, and options are told apart.
+
+    {"anyOf": [{"type": ["string", "null"]}, {"$ref": "#/$defs/n"}]} -> [{"type": "string"}, {"type": "null"}, ...]
+
+    Args:
+        root: the schema that references are to.
+        schema: any value.
+        inherit: whether options have the type that is beside anyOf, oneOf or $ref, and lists of types are options.
+            Otherwise the result has schemas of the document, no copies.
+    """
+    found: list[Any] = []
+    pending, followed = [schema], set()
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, Mapping):
+            found.append({})
+        elif (referred := target(root, part.get("$ref"))) is not None:
+            if part["$ref"] not in followed:
+                pending.append(_typed(part, referred) if inherit else referred)
+            followed.add(part["$ref"])
+        elif (several := alternatives(part, inherit)) is not None:
+            pending += reversed(several)
         else:
-            return []
-    return leaves
+            found.append(part)
+    return found or [schema]  # it refers to itself alone
 
 
-def _discriminator(options: list[list[Schema]]) -> str | None:
+def alternatives(schema: Mapping[str, Any], inherit: bool = True) -> list[Any] | None:
+    """Return the schemas of which one must match, if there are several: those of anyOf, oneOf or a list of types."""
+    if isinstance(several := schema.get("anyOf") or schema.get("oneOf"), (list, tuple)):
+        return [_typed(schema, part) for part in several] if inherit else list(several)
+    if inherit and isinstance(kinds := schema.get("type"), (list, tuple)):
+        return [{**schema, "type": kind} for kind in kinds]
+    return None
+
+
+def _typed(schema: Mapping[str, Any], part: Any) -> Any:
+    """Return an option of a schema with the type of the schema, unless it has its own."""
+    return {"type": schema["type"], **part} if "type" in schema and isinstance(part, Mapping) else part
+
+
+def listed(schema: Any) -> list[Any] | tuple[Any, ...] | None:
+    """Return the values that a schema lists by enum or const, if it does."""
+    if not isinstance(schema, Mapping):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, (list, tuple)) else None
+
+
+def types(root: Any, schema: Any) -> set[str] | None:
+    """Return the JSON types that a schema permits; None if it does not say. Args: root: that references are to."""
+    found: set[str] = set()
+    for option in options(root, schema):
+        if isinstance(kind := option.get("type") if isinstance(option, Mapping) else None, str):
+            found.add(kind)
+        elif (values := listed(option)) is not None:
+            found.update(map(type_of, values))
+        else:
+            return None
+    return found or None
+
+
+def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
+    """Return the JSON types that a property of an object may have; None if the schema does not say."""
+    properties = root.get("properties")
+    return types(root, properties.get(key) if isinstance(properties, Mapping) else None)
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    return _NAMES.get(type(value), "null")
+
+
+def _discriminator(options: list[list[Any]]) -> str | None:
     """Return a property whose constants differ from option to option, each of which is one of some objects."""
-    if not options or not all(options):
+    if not options or not all(isinstance(s, dict) and s.get("type") == "object" for leaves in options for s in leaves):
         return None
     for name in _properties(options[0][0]):
-        values = [[_constants(_properties(leaf).get(name)) for leaf in leaves] for leaves in options]
+        values = [[listed(_properties(leaf).get(name)) or () for leaf in leaves] for leaves in options]
         sets = [{json.dumps(value) for some in each for value in some} for each in values]
         if all(all(each) for each in values) and sum(map(len, sets)) == len(set().union(*sets)):
             return name
     return None
-
-
-def _constants(schema: Any) -> list[Any]:
-    """Return the values that a schema lists; none if it does not."""
-    if not isinstance(schema, dict):
-        return []
-    return [schema["const"]] if "const" in schema else _items(schema, "enum")
 
 
 def check(root: Schema) -> None:

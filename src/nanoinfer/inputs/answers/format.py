@@ -1,4 +1,4 @@
-"""The format of a chat model's answers: what stands around reasoning, content and tool calls, as data.
+"""The format of a chat model's answers: what stands around reasoning, content and tool calls, as data; its detection.
 
 An answer is  [reasoning] [content] [calls], and a call is a sequence of pieces:
 
@@ -11,21 +11,61 @@ Qwen3-Coder    before_name='<tool_call>\\n<function=', after_name='>', before_ke
 LFM2           calls_start='<|tool_call_start|>[', after_name='(', after_arguments=')', calls_end=']<|tool_call_end|>'
 
 The parser (parser.py) reads all of them with any white space; the grammar (grammar.py) writes exactly these pieces.
+
+Detection renders a chat template with probe messages and compares:
+
+    content alone            what ends a turn, and what stands around content
+    content and reasoning    what stands around reasoning
+    a call                   what stands before its name, between name, key and value, and after them
+    a call with two keys     what belongs to each argument
+    two calls                what belongs to each call, what to all of them, and what counts them
+
+Names, keys and values of the probes are found in the renderings; the text between them is divided where two renderings
+agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request 18675).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
 
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.tokenizers.chat_template import ChatTemplate
+from nanoinfer.utils.limited_process import LimitExceeded
+
+log = logging.getLogger("nanoinfer")
 ID = "\x00"
 """Stands for the id of a call in a piece, where a model writes one: '", "id": "\\x00"}'."""
 COUNT = "\x01"
 """Stands for a number that counts the calls of an answer: ":\x01<|tool_call_argument_begin|>"."""
 PLACEHOLDER = re.compile(f"([{ID}{COUNT}])")
+STRING_MARK = '<|"|>'
+"""Before and after a string in notation "gemma"."""
 NOTATIONS = ("json", "tagged", "python", "gemma")
 """Of arguments: {"k": "v", "n": 3} | a piece around each key and value, strings as they are, other types as JSON |
 k="v", n=3 | {k:<|"|>v<|"|>,n:3}"""
+QUESTION, CONTENT, REASON = "probe question", "Probe content.", "Probe reason."
+NAMES, KEYS, VALUES = ("probe_one", "probe_two"), ("alpha", "beta"), ("first value", "second value")
+_ARGUMENTS = (KEYS[0], VALUES[0], KEYS[1], VALUES[1])
+IDS = ("callid001", "callid002")
+ENDS = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|tool_response>")
+"""Ends of turns with calls, where they are other tokens than those of turns without."""
+MAX_MARKER = 200  # characters of a marker of reasoning
+MAX_PIECE = 1000  # characters of any piece: those of known models have up to 100
+MAX_PROBE = 1 << 17  # characters of a rendering: templates of today make up to 10,000 of a probe
+_LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
+_PROBES = (QUESTION, CONTENT, REASON, *NAMES, *KEYS, *VALUES, *IDS)  # none is a part of a format
+_SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
+_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+_THINK = re.compile(r"(<|\[)/([\w:]{0,32}think[\w:]{0,32})(>|\])", re.I)
+_PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in KEYS}}
+PROBE_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
 
 
 @dataclass(frozen=True)
@@ -145,3 +185,270 @@ HARMONY = AnswerFormat(
     has_headers=True,
 )
 """gpt-oss's, whose templates write messages in another order of parts than the model does."""
+
+
+def detect(
+    template: ChatTemplate, end_tokens: Collection[str] = (), special_tokens: Collection[str] = ()
+) -> AnswerFormat:
+    """Return the format of the answers of a model with a chat template.
+
+    Args:
+        template: of the model.
+        end_tokens: texts of the tokens that end an output.
+        special_tokens: texts of the tokenizer's special tokens.
+    """
+    if "<|channel|>" in template.source and "<|message|>" in template.source:
+        return HARMONY
+    prober = _Prober(template, end_tokens)
+    found = prober.calls()
+    if found is None:
+        found = _as_described(prober.prompt + " ".join(special_tokens))
+        log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
+    found = replace(found, **prober.texts, null_content=prober.null_content, cdata="<![CDATA[" in template.source)
+    if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
+        log.warning(
+            "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE
+        )
+        return JSON_IN_MARKERS
+    return found
+
+
+class _Prober:
+    """Renders probes and divides them."""
+
+    def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
+        self._template = template
+        self._exceeded = False
+        self._between = ""  # reasoning and content
+        self.null_content = False
+        self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
+        self.prompt = self._render([], add_generation_prompt=True)
+        self._opening = self._after_question(self.prompt)
+        before, _, self._turn_end = self._answer({"content": CONTENT}).partition(CONTENT)
+        self.texts: dict[str, Any] = self._reasoning(before)
+        end = self.texts["reasoning_end"]
+        start = (before.rpartition(end)[2] if end else before).strip()
+        if start and start != self.texts["reasoning_start"]:
+            self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
+        if between := self._between.removesuffix(start):
+            self.texts = {**self.texts, "ignored": (between,)}
+
+    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """Return a rendering; empty if the template refuses the messages, and after one that exceeds a limit."""
+        messages = [{"role": "user", "content": QUESTION}, *answer]
+        try:
+            text = "" if self._exceeded else self._template.render(messages, tools=PROBE_TOOLS, **variables)
+        except NanoinferError as e:
+            self._exceeded = isinstance(e, LimitExceeded)
+            return ""
+        return text if len(text) <= MAX_PROBE else ""
+
+    @staticmethod
+    def _after_question(text: str) -> str:
+        return text[text.rfind(QUESTION) + len(QUESTION) :]
+
+    def _answer(self, message: dict[str, Any], **variables: Any) -> str:
+        """Return what the template makes of an assistant's message, without what begins its turn."""
+        text = self._render([{"role": "assistant", "content": "", **message}], add_generation_prompt=False, **variables)
+        if QUESTION not in text:
+            return ""
+        text = self._after_question(text)
+        return text[len(_common(text, self._opening)) :]
+
+    def _reasoning(self, before_content: str) -> dict[str, str]:
+        """Return the markers of reasoning. Args: before_content: what an answer without it has before its content."""
+        reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
+        thinks, calls = {"enable_thinking": True, "thinking": True}, {"tool_calls": probe_calls(1)}
+        before, is_there, rest = self._answer({"content": CONTENT, **reason}, **thinks).partition(REASON)
+        end = rest.partition(CONTENT)[0].strip()
+        before_call, beside_call, rest_of_call = self._answer({**calls, **reason}, **thinks).partition(REASON)
+        end_of_call = rest_of_call.partition(NAMES[0])[0]
+        if not is_there:  # a template may keep reasoning beside calls only
+            plain, _, _ = self._answer(calls).partition(NAMES[0])
+            before, is_there, end = before_call, beside_call, end_of_call.removesuffix(plain.lstrip()).strip()
+            if before.strip() and (empty := before_content.partition(before.strip())[2]):  # beside content it is empty
+                end = _common(empty.strip(), end_of_call.lstrip()).strip() or end
+        elif beside_call and (shared := _common(end, end_of_call.lstrip()).strip()):  # the rest begins the content
+            self._between, end = end.removeprefix(shared).strip(), shared
+        start = before.strip()
+        if not is_there or not end or len(end) > MAX_MARKER:
+            found_end = _THINK.search(self._template.source) or _THINK.search(self.prompt)
+            end = found_end[0] if found_end is not None else ""
+            start = end.replace("/", "", 1)
+        elif not start or start == end:  # the prompt has it, and may have the end, too
+            opening = self._opening.rstrip().removesuffix(end).rstrip()
+            tag = _TAG.search(opening)
+            start = tag[1] if tag is not None else opening.rpartition("\n")[2]
+        return {"reasoning_start": start, "reasoning_end": end}
+
+    def calls(self) -> AnswerFormat | None:
+        """Return the format of calls; None if the template writes none. It sets `null_content`."""
+        for as_text in (False, True):
+            self.null_content = self._asks_for_null(as_text)
+            parts = self._parts(1, 1, as_text)
+            if parts is None or "\\" in parts[2]:
+                continue
+            found = self._format(parts, as_text)
+            if found is not None and not any(probe in repr(vars(found)) for probe in _PROBES):
+                return found
+        self.null_content = self._asks_for_null(False)
+        return None
+
+    def _asks_for_null(self, as_text: bool) -> bool:
+        """Return whether calls are shown with content null, and with "" not, or with more text, as of a second turn."""
+        message: dict[str, Any] = {"tool_calls": probe_calls(1, 1, as_text)}
+        with_null, with_empty = (self._answer({**message, "content": content}) for content in (None, ""))
+        return NAMES[0] in with_null and (NAMES[0] not in with_empty or len(with_null) < len(with_empty))
+
+    def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
+        """Return the text between the probe's names, keys and values, in their order."""
+        content = None if self.null_content else ""
+        text = self._answer({"content": content, "tool_calls": probe_calls(num_calls, num_keys, as_text)})
+        for made in IDS:
+            text = text.replace(made, ID)
+        text = _LEADING_ID.sub("{", text)
+        if (end := self.texts["reasoning_end"]) and end in text.partition(NAMES[0])[0]:
+            text = text.partition(end)[2]
+        for end in self._ends:
+            text = text.partition(end)[0]
+        text = text.removesuffix(_common(text, self._turn_end, backwards=True))
+        parts = []
+        for name in NAMES[:num_calls]:
+            for probe in (name, *_ARGUMENTS[: 2 * num_keys]):
+                before, found, text = text.partition(probe)
+                if not found:
+                    return None
+                parts.append(before)
+        return [*parts, text]
+
+    def _format(self, parts: list[str], as_text: bool) -> AnswerFormat | None:
+        head, name_to_key, key_to_value, tail = parts
+        two, between = self._parts(2, 1, as_text), None
+        if two is not None:
+            (head, between), tail = _counted(two[0], two[3]), two[6]  # some write the end after the second call only
+            name_to_key, _ = _counted(two[1], two[4])
+        content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
+        head = head.lstrip().removeprefix(content)
+        made: dict[str, Any] | None
+        if re.fullmatch(r'"\s*:\s*"', key_to_value):
+            made = {"notation": "json", "after_name": name_to_key[: name_to_key.rfind("{")]}
+            end = r'"\s*\}'
+        elif re.fullmatch(r"\s*=\s*[\"']", key_to_value):
+            made, end = {"notation": "python", "after_name": name_to_key}, "[\"']"
+        elif STRING_MARK in key_to_value:
+            made, end = {"notation": "gemma", "after_name": name_to_key.removesuffix("{")}, re.escape(STRING_MARK + "}")
+        elif (made := self._tagged(name_to_key, key_to_value, as_text)) is not None:
+            end = re.escape(made["after_value"])
+        if made is None or (ending := re.match(end, tail)) is None:
+            return None
+        made |= _divide(head, tail[ending.end() :], None if between is None else between[ending.end() :])
+        return self._with_trigger(_with_keys(AnswerFormat(text_arguments=as_text, **made)))
+
+    def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any] | None:
+        """Return the pieces around each key and value, and before the first."""
+        if (both := self._parts(1, 2, as_text)) is None:
+            return None
+        between, tail = both[3], both[5]
+        before_key = _common(name_to_key, between, backwards=True)
+        after_value = _common(between.removesuffix(before_key), tail)
+        if not before_key.strip() or not after_value.strip():
+            return None
+        made = {"notation": "tagged", "after_name": name_to_key.removesuffix(before_key), "before_key": before_key}
+        made |= {"after_key": key_to_value, "after_value": after_value}
+        if 'string="true"' in key_to_value:  # DeepSeek V3.2
+            return {**made, "also": (("after_key", key_to_value.replace("true", "false")),)}
+        return made
+
+    def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
+        opening = found.calls_start + found.before_name
+        if not opening and found.separator and self._opening.endswith(found.separator):
+            mark = found.separator  # the prompt ends with it
+            start = self.texts.get("content_start", "")
+            self.texts |= {"content_start": mark + start, "content_end": ""}
+            return replace(found, before_name=mark, separator="", opened=mark, trigger=mark)
+        if found.name_key or found.notation == "python":
+            trigger = re.split(r"\{", opening)[0].rstrip("[ \t\n")
+        elif (tag := re.match(r"[<\[]\S*?[>\]]", opening)) is not None:
+            trigger = tag[0]
+        else:
+            trigger = opening.strip()
+        if "{" in trigger or trigger == "[":
+            trigger = re.split(r"[\[{]\s*[\"{]", trigger)[0].strip()
+        return replace(found, trigger=trigger)
+
+
+def probe_calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dict[str, Any]]:
+    """Return calls of an assistant's message with known ids, names, keys and values; at most two of each."""
+    arguments: Any = dict(zip(KEYS[:num_keys], VALUES, strict=False))
+    if as_text:
+        arguments = json.dumps(arguments)
+    pairs = list(zip(IDS, NAMES, strict=True))[:num_calls]
+    return [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i, name in pairs]
+
+
+def _counted(first: str, second: str) -> tuple[str, str]:
+    """Return the ends of two texts with COUNT in the place of numbers in which they differ: ":0>" and ":1>"."""
+    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", second)
+    for i in range(-2, -min(len(a), len(b)), -2):  # numbers, of which the text after them is a[i + 1]
+        if a[i + 1] != b[i + 1]:
+            break
+        if a[i] != b[i]:
+            a[i] = b[i] = COUNT
+    return "".join(a), "".join(b)
+
+
+def _common(a: str, b: str, backwards: bool = False) -> str:
+    """Return the beginning that two texts share, or the end, in whole tags and words."""
+    step = -1 if backwards else 1
+    pairs = zip(_SEGMENT.findall(a)[::step], _SEGMENT.findall(b)[::step], strict=False)
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return "".join(shared[::step])
+
+
+def _divide(head: str, tail: str, between: str | None) -> dict[str, Any]:
+    """Return the pieces around calls.
+
+    Args:
+        head: the text before the first name.
+        tail: the text after the last call's arguments.
+        between: the text between the arguments of a call and the name of the next; None if there is only one.
+    """
+    if between is None:
+        return {"before_name": head, "after_arguments": tail.rstrip(), "parallel": False}
+    before_name = _common(head, between, backwards=True).lstrip()
+    middle = between.removesuffix(before_name)
+    after_arguments = _common(middle, tail)
+    return {
+        "calls_start": head.removesuffix(before_name),
+        "calls_end": tail.removeprefix(after_arguments).rstrip(),
+        "separator": middle.removeprefix(after_arguments),
+        "before_name": before_name,
+        "after_arguments": after_arguments,
+    }
+
+
+def _with_keys(found: AnswerFormat) -> AnswerFormat:
+    """Return the format with the keys of name and arguments, if a call is one JSON object."""
+    opening = re.search(r'\{[^{}]*"(\w+)"\s*:\s*"$', found.before_name)
+    middle = re.fullmatch(r'"\s*,[^{}]*"(\w+)"\s*:\s*', found.after_name)
+    if opening is None or middle is None or found.before_name.count("{") > 1 or found.notation != "json":
+        return found
+    return replace(found, name_key=opening[1], arguments_key=middle[1])
+
+
+def _as_described(prompt: str) -> AnswerFormat:
+    """Return the format whose tokens a prompt with tools, or the tokenizer, has; JSON in markers if none."""
+    if "<|tool_call_start|>" in prompt or "<|tool_list_start|>" in prompt:
+        return PYTHON_IN_MARKERS
+    if "<|tool_call|>" in prompt or "<|/tool|>" in prompt:
+        closing = "<|/tool_call|>" if "<|/tool|>" in prompt else ""
+        return replace(
+            JSON_IN_MARKERS,
+            trigger="<|tool_call|>",
+            calls_start="<|tool_call|>[",
+            before_name='{"name": "',
+            after_arguments="}",
+            separator=", ",
+            calls_end="]" + closing,
+        )
+    return JSON_IN_MARKERS

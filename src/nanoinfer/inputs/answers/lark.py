@@ -4,19 +4,26 @@ json     %json of the whole schema
 python   k=%json, in the order of the schema
 tagged   a string as text up to the piece after it, other types %json, in the order of the schema
 gemma    objects and arrays as rules, strings as text between marks
+
+Agents send the schemas of whatever tools their users have, which are made for validators. A call that is not quite as
+its schema wants is of more use to them than a request that is refused. So what a grammar cannot express is left out of
+the schemas of tools without `strict`, with one warning for each tool: what is left out only narrows a schema, and the
+grammar then permits more. A tool of which no grammar can be made has calls with any object.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, AnswerFormat
-from nanoinfer.inputs.answers.reader import STRING_MARK
-from nanoinfer.inputs.answers.schema_types import alternatives, listed, options, types
+from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, STRING_MARK, AnswerFormat
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS
 from nanoinfer.structured import schemas
 from nanoinfer.utils.checks import show
 
@@ -31,6 +38,21 @@ MAX_LINKS = 8
 _PLACEHOLDERS = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,3}/"}
 _BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
 _TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
+ANY_OBJECT = {"type": "object"}
+MAX_CHARS = MAX_GRAMMAR_CHARS * 3 // 4
+"""Characters of the grammars of all arguments: the rest is for the names and markers of calls."""
+MAX_KNOWN = 256
+"""Tools that are remembered, so that each has one warning."""
+_UNSUPPORTED = {
+    "not", "if", "then", "else", "propertyNames", "uniqueItems", "contains", "minContains", "maxContains",
+    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
+    "$dynamicRef", "$recursiveRef",
+}  # fmt: skip
+_TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+_REGEX = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
+"""Look-around, boundaries of words and back-references, which llguidance does not support."""
+log = logging.getLogger("nanoinfer")
 _PATTERN = re.compile(r"(\^?)((?:\\.|.)*?)(\$?)", re.S)
 
 
@@ -189,7 +211,7 @@ class Arguments:
         """Return the arguments of notation "tagged"."""
         f, lark, parts = self._format, self._lark, []
         for key, value, needed in _members(schema, _TAGGED_KEY):
-            permitted = types(schema, value)
+            permitted = schemas.types(schema, value)
             is_text = permitted is not None and permitted <= {"string", "null"}
             after_key = f.spellings("after_key")[0 if is_text else -1]
             made = self._raw(value) if is_text else f"{self._leaf(value)} {lark.literal(f.after_value)}"
@@ -201,14 +223,14 @@ class Arguments:
 
     def _raw(self, schema: Any) -> str:
         """Return a string or null of notation "tagged", with the piece after it."""
-        end, permitted = self._format.after_value, options(self._root, schema)
+        end, permitted = self._format.after_value, schemas.options(self._root, schema)
         texts = [self._string(option, end.strip()) for option in permitted if option.get("type") != "null"]
         found = [text for text in texts if text is not None]
         return self._lark.until(end, " | ".join([*found, '"null"'] if len(found) < len(permitted) else found))
 
     def _string(self, schema: Mapping[str, Any], end: str) -> str | None:
         """Return a terminal's body for the text of a string; None if no string is permitted."""
-        if (values := listed(schema)) is not None:
+        if (values := schemas.listed(schema)) is not None:
             return " | ".join(json.dumps(value) for value in values if isinstance(value, str)) or None
         low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
         bounds = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
@@ -232,7 +254,7 @@ class Arguments:
             if (found := schemas.target(self._root, reference)) is None:
                 raise NanoinferError(f"parameters have a $ref to {reference!r}, which is not there")
             return self._named(reference, found)
-        values, several = listed(schema), alternatives(schema)
+        values, several = schemas.listed(schema), schemas.alternatives(schema)
         if values is None and several is not None:
             return self._lark.rule(" | ".join(map(self._gemma, several)))
         if refused := [key for key in _COMPOSED if key in schema]:
@@ -285,3 +307,112 @@ def _members(schema: dict[str, Any], names: re.Pattern[str]) -> list[tuple[str, 
         )
     needed = set(required) if isinstance(required, list) else set()
     return [(key, part, key in needed) for key, part in (properties or {}).items()]
+
+
+class LenientTools:
+    """The tools of requests as their grammars have them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, AnswerFormat], tuple[Tool, int]] = {}
+
+    def of(self, tools: Sequence[Tool], format: AnswerFormat) -> list[Tool]:
+        """Return tools with schemas that a format can express, but for those with `strict`, which stay as they are.
+
+        The largest ones are not constrained if the grammar of all would be too large.
+        """
+        found = [(tool, *self._of(tool, format)) for tool in tools]
+        total = sum(size for _, _, size in found)
+        for tool, made, size in sorted(found, key=lambda item: -item[2]):
+            if total > MAX_CHARS and not tool.strict and made.parameters != ANY_OBJECT:
+                self.release(tool, format, f"all tools have {total} characters of grammar, the limit is {MAX_CHARS}")
+                total -= size
+        return [self._of(tool, format)[0] for tool in tools]
+
+    def release(self, tool: Tool, format: AnswerFormat, why: str) -> None:
+        """Let the calls of a tool have any object from now on."""
+        log.warning("tool %r: the arguments of its calls may be any object: %s", tool.name, why)
+        self._put(tool, format, replace(tool, parameters=ANY_OBJECT), 0)
+
+    def _of(self, tool: Tool, format: AnswerFormat) -> tuple[Tool, int]:
+        """Return a tool as grammars have it, and the characters of the rules of its arguments."""
+        if (known := self._known.get(_key(tool, format))) is not None:
+            return known
+        schema, left_out = json.loads(json.dumps(tool.parameters)), []
+        if not tool.strict:
+            left_out = leave_out(schema)
+        lark = Lark({})
+        try:
+            rule = Arguments(lark, format, own(schema)).rule()
+        except NanoinferError as e:
+            if tool.strict:
+                return tool, 0  # its grammar raises the same
+            self.release(tool, format, str(e))
+            return self._of(tool, format)
+        if left_out:
+            log.warning(
+                "tool %r: the grammar of its calls leaves out %s: arguments may not match them (strict is false)",
+                tool.name, printable(", ".join(left_out)),
+            )  # fmt: skip
+        return self._put(tool, format, replace(tool, parameters=schema), len(lark.text(rule)))
+
+    def _put(self, tool: Tool, format: AnswerFormat, made: Tool, size: int) -> tuple[Tool, int]:
+        known = {key: value for key, value in self._known.items() if key != _key(tool, format)}
+        known[_key(tool, format)] = made, size
+        self._known = dict([*known.items()][-MAX_KNOWN:])  # no lock: an interrupt could leave it held
+        return made, size
+
+
+def _key(tool: Tool, format: AnswerFormat) -> tuple[str, str, AnswerFormat]:
+    return tool.name, json.dumps([tool.strict, tool.parameters]), format
+
+
+def leave_out(root: schemas.Schema) -> list[str]:
+    """Remove what a grammar cannot express from a schema, in place; return the keywords that were there."""
+    left_out: dict[str, None] = {}
+    for part in schemas.reachable(root, [root]):
+        for key in [key for key, value in part.items() if value is None and key != "const"]:
+            del part[key]
+            if key not in ANNOTATIONS:
+                left_out[key] = None
+        for key, _ in schemas.wrong_types(part):
+            del part[key]
+            left_out[key] = None
+    schemas.rewrite(root)
+    for part in schemas.reachable(root, [root]):
+        _rewrite_one_of(root, part, left_out)
+        for key in [key for key, value in part.items() if _is_refused(root, part, key, value)]:
+            if (key, part.pop(key)) != ("uniqueItems", False):
+                left_out[key] = None
+            if key == "patternProperties":  # else closing the object would forbid them
+                part["additionalProperties"] = True
+    return list(left_out)
+
+
+def _is_refused(root: schemas.Schema, part: schemas.Schema, key: str, value: Any) -> bool:
+    """Return whether a keyword must be left out."""
+    if key == "type":
+        return not _TYPES.issuperset([value] if isinstance(value, str) else value)
+    if key == "format":
+        return value not in _FORMATS
+    if key == "pattern":
+        return _REGEX.search(value) is not None
+    if key == "patternProperties":
+        return any(map(_REGEX.search, value))
+    if key == "$ref":
+        return schemas.target(root, value) is None
+    if key in ("minProperties", "maxProperties"):
+        return not part.get("properties", {}).keys() <= set(part.get("required", ()))
+    return key in _UNSUPPORTED
+
+
+def _rewrite_one_of(root: schemas.Schema, part: schemas.Schema, left_out: dict[str, None]) -> None:
+    """Rewrite "oneOf" as "anyOf"; it is noted as left out if a value may match several of its options."""
+    if (options := part.get("oneOf")) is None:
+        return
+    kinds = [schemas.types(root, option) for option in options]
+    several = [kind for some in kinds for kind in (some or ("integer", "number"))]
+    if len(several) != len(set(several)) or {"integer", "number"} <= set(several):
+        left_out["oneOf"] = None
+    if "anyOf" not in part:
+        part["anyOf"] = options
+    del part["oneOf"]

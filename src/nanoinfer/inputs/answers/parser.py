@@ -23,11 +23,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from nanoinfer.inputs.answers.format import PLACEHOLDER, AnswerFormat
-from nanoinfer.inputs.answers.message_builder import MessageBuilder
-from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting, to_json
-from nanoinfer.inputs.answers.schema_types import types_of
+from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, MessageBuilder, Reader, Values, Waiting, to_json
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
+from nanoinfer.structured.schemas import types_of
 
 _NAME = re.compile(r"[\w.-]+")
 _ARGUMENT_KEYS = ("arguments", "parameters")

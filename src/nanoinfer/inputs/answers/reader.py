@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER
-from nanoinfer.inputs.answers.schema_types import strict_json, type_of
+from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, STRING_MARK
+from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
+from nanoinfer.structured.schemas import type_of
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]
 Sink = Callable[[str], None]
+Text = type[ContentDelta | ReasoningDelta]
 MAX_DEPTH = 128
-STRING_MARK = '<|"|>'
-"""Before and after a string in notation "gemma"."""
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _WORD = re.compile(r"[\w.+-]+")
@@ -363,3 +364,107 @@ def _from_python(text: str) -> str | None:
     except (Ended, Malformed):
         return None
     return None if reader.rest().strip() else "".join(parts)
+
+
+def strict_json(text: str) -> Any:
+    """Return what a JSON text says. Raises ValueError, for NaN and Infinity too, and RecursionError."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class MessageBuilder:
+    """Collects the parts of one message."""
+
+    def __init__(self) -> None:
+        self.forget()
+        self._space: list[str] = []  # at the end of the text, released only when more text follows
+        self._begins = False
+        self.blank = True
+        """Whether no text was written since `begin`."""
+
+    def forget(self) -> None:
+        """Begin the message again, in the middle of its text."""
+        self._deltas: list[AnswerDelta] = []
+        self._texts: dict[Text, list[str]] = {ContentDelta: [], ReasoningDelta: []}
+        self._calls: list[tuple[str, str, list[str]]] = []
+
+    def take(self) -> list[AnswerDelta]:
+        """Return the deltas since it was called last."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def message(self) -> ChatMessage:
+        """Return the message so far."""
+        content, reasoning = ("".join(self._texts[kind]) for kind in (ContentDelta, ReasoningDelta))
+        calls = tuple(ToolCall(id, name, "".join(arguments)) for id, name, arguments in self._calls)
+        return ChatMessage(content or (None if calls else ""), reasoning or None, calls)
+
+    # Text -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin another text of the same kind or the other: white space before this place and after it is left out."""
+        self._space, self._begins, self.blank = [], True, True
+
+    def write(self, kind: Text, text: str, *, join: str = "\n", strips: bool = True) -> None:
+        """Add text, without white space at its end until more follows.
+
+        Args:
+            kind: of the text.
+            text: the next piece.
+            join: what stands between texts of a kind.
+            strips: whether white space at the beginning and the end is left out.
+        """
+        kept = text.rstrip() if strips else text
+        if kept and self._begins:
+            self.add(kind, (join if self._texts[kind] else "") + (kept.lstrip() if strips else kept))
+        elif kept:
+            self.add(kind, "".join(self._space) + kept)
+        if kept:
+            self._space, self._begins, self.blank = [], False, False
+        self._space.append(text[len(kept) :])
+
+    def write_apart(self, text: str) -> None:
+        """Add text as it is to the content, on a line of its own."""
+        self._space, self._begins, self.blank = [], False, True
+        self.write(ContentDelta, ("\n" if self._texts[ContentDelta] else "") + text)
+
+    def end(self, kind: Text) -> None:
+        """Add the white space at the end of the answer."""
+        if not self._begins:
+            self.add(kind, "".join(self._space))
+
+    def add(self, kind: Text, text: str) -> None:
+        """Add text as it is."""
+        if not text:
+            return
+        self._texts[kind].append(text)
+        if self._deltas and isinstance(last := self._deltas[-1], kind):
+            text = last.text + text
+            self._deltas.pop()
+        self._deltas.append(kind(text))
+
+    # Calls ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far."""
+        return len(self._calls)
+
+    def call(self, name: str, arguments: str = "") -> None:
+        """Begin a call."""
+        self._calls.append((f"call_{secrets.token_hex(12)}", name, []))
+        self._deltas.append(CallDelta(len(self._calls) - 1, *self._calls[-1][:2], ""))
+        self.add_arguments(arguments)
+
+    def add_arguments(self, text: str) -> None:
+        """Add arguments to the last call."""
+        if not text:
+            return
+        self._calls[-1][2].append(text)
+        if self._deltas and isinstance(last := self._deltas[-1], CallDelta) and last.id is None:
+            text = last.arguments + text
+            self._deltas.pop()
+        self._deltas.append(CallDelta(len(self._calls) - 1, None, None, text))
