@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.arguments import explains_arguments
-from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_int, show
+from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_int, show
 
 POOLING_TYPES = ("last", "mean", "cls")
 """The tokens whose hidden states make an embedding: the last one, all (their mean), or the first one."""
@@ -23,7 +23,7 @@ class PoolingParams:
         NanoinferError: a value is out of range, or normalize and use_activation contradict each other.
     """
 
-    dimensions: int | None = None
+    dimensions: int | None = bounded(None, 1)
     """Number of values of an embedding, the first ones; None: all."""
     normalize: bool | None = None
     """Whether an embedding is divided by its Euclidean norm; None: as the model's files say, else true."""
@@ -33,10 +33,7 @@ class PoolingParams:
     """Maximum number of tokens, of which the last are kept; -1: the context length; None: longer inputs are refused."""
 
     def __post_init__(self) -> None:
-        keep_int(self, "dimensions", 1, optional=True)
-        for name in ("normalize", "use_activation"):
-            if getattr(self, name) is not None:
-                require_bool(name, getattr(self, name))
+        keep_fields(self)
         if None not in (self.normalize, self.use_activation) and self.normalize is not self.use_activation:
             raise NanoinferError(
                 f"normalize={self.normalize} and use_activation={self.use_activation} contradict each other: give one"

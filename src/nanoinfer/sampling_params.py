@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.utils.arguments import explains_arguments
-from nanoinfer.utils.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
+from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_float, require_int, show
 
 COMMAND_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 """Defaults of the commands and the page. Those of the fields are vLLM's, with which small models write noise."""
@@ -24,27 +24,6 @@ MAX_CHOICES = 10_000
 OVERFLOWS = ("stop", "slide")
 WHOLE_VOCABULARY = -1
 """Value of logprobs and prompt_logprobs: return the log-probability of every token."""
-RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
-    "max_tokens": (1, None),
-    "temperature": (0.0, 1e6),
-    "top_k": (-1, None),
-    "top_p": (0.0, 1.0),  # without 0
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-1e3, 1e3),
-    "frequency_penalty": (-1e3, 1e3),
-    "repetition_penalty": (1e-3, 1e3),  # in this range no logit overflows
-    "seed": (0, 2**64 - 1),
-    "n": (1, MAX_NUM_SAMPLES),
-    "best_of": (1, MAX_NUM_SAMPLES),
-    "min_tokens": (0, None),
-    "logprobs": (WHOLE_VOCABULARY, MAX_LOGPROBS),
-    "prompt_logprobs": (WHOLE_VOCABULARY, MAX_LOGPROBS),
-    "slide_stride": (1, None),
-    "truncate_prompt_tokens": (-1, None),  # without 0
-}
-"""Smallest and largest value of each field of SamplingParams that is a number; integers where these are."""
-OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride", "truncate_prompt_tokens")
-"""Those of them that may be None."""
 
 
 class RequestOutputKind(str, Enum):
@@ -102,10 +81,7 @@ class StructuredOutputsParams:
     """Generate only the properties that a schema lists. False: others too, where it does not forbid them."""
 
     def __post_init__(self) -> None:
-        if self.json_object is not None:
-            require_bool("structured_outputs.json_object", self.json_object)
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            require_bool(f"structured_outputs.{name}", getattr(self, name))
+        keep_fields(self, "structured_outputs.")
         given = self._given
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
@@ -170,9 +146,6 @@ def _check_text(name: str, text: Any) -> None:
 
 
 _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "output_token_ids")
-_SWITCHES = (
-    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
-)  # fmt: skip
 
 
 @explains_arguments
@@ -187,27 +160,27 @@ class SamplingParams:
         NanoinferError: a field is out of range, or two fields contradict each other.
     """
 
-    max_tokens: int | None = 128
+    max_tokens: int | None = bounded(128, 1)
     """Maximum number of tokens to generate per output (None in Python: up to the context length)."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, 0.0, 1e6)
     """0 is greedy decoding; higher values are more random."""
-    top_k: int = 0
+    top_k: int = bounded(0, -1)
     """Sample from the k most likely tokens; 0 or -1: from all."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, 0.0, 1.0, low_open=True)
     """Sample from the most likely tokens whose probabilities add up to this."""
-    min_p: float = 0.0
+    min_p: float = bounded(0.0, 0.0, 1.0)
     """Minimum probability, relative to that of the most likely token."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = bounded(0.0, -1e3, 1e3)
     """Subtract this from the logit of each token that has been generated."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = bounded(0.0, -1e3, 1e3)
     """Subtract this from a token's logit for each time it has been generated."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = bounded(1.0, 1e-3, 1e3)  # in this range no logit overflows
     """Divide positive logits of tokens in prompt and output by this, multiply negative ones; 1 is off."""
-    seed: int | None = None
+    seed: int | None = bounded(None, 0, 2**64 - 1)
     """Seed of the request (default: random; the output reports it)."""
-    n: int = 1
+    n: int = bounded(1, 1, MAX_NUM_SAMPLES)
     """Outputs to return for each prompt, at most 128."""
-    best_of: int | None = None
+    best_of: int | None = bounded(None, 1, MAX_NUM_SAMPLES)
     """Outputs to generate, of which the n most likely per token are returned, at most 128 (default: n)."""
     stop: tuple[str, ...] = ()
     """Strings that end the output, which does not contain them."""
@@ -217,11 +190,11 @@ class SamplingParams:
     """Keep the stop string or stop token in the text."""
     ignore_eos: bool = False
     """Continue after the model's end tokens."""
-    min_tokens: int = 0
+    min_tokens: int = bounded(0, 0)
     """Minimum number of tokens before an end token or stop string ends the output."""
-    logprobs: int | None = None
+    logprobs: int | None = bounded(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
     """Return the log-probability of each token and of this many of the most likely tokens; -1: of all tokens."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = bounded(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
     """As logprobs, for each token of the prompt."""
     logit_bias: Mapping[int, float] | None = None
     """Values to add to the logits of these token ids."""
@@ -235,13 +208,13 @@ class SamplingParams:
     """No effect, as in vLLM with fast tokenizers."""
     detokenize: bool = True
     """Turn the tokens into text; false: the text is empty."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = bounded(None, -1)
     """Keep the last tokens of the prompt, this many at most; -1: the context length (default: all)."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Which outputs AsyncLLM returns: cumulative, delta or final_only."""
     overflow: str = "stop"
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
-    slide_stride: int | None = None
+    slide_stride: int | None = bounded(None, 1)
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, ... (docs/structured-outputs.md)."""
@@ -249,17 +222,11 @@ class SamplingParams:
     """Tokens that the output begins with, generated before by the same request: it is continued after them."""
 
     def __post_init__(self) -> None:
-        self._accept_bare_values()
-        for name, (low, high) in RANGES.items():
-            if isinstance(low, int):
-                keep_int(self, name, low, None if high is None else int(high), optional=name in OPTIONAL)
-            else:
-                keep_float(self, name, low, high or 0.0, low_open=name == "top_p")
+        self._keep_lists()
+        keep_fields(self)
         object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.best_of is not None and self.best_of < self.n:
             raise NanoinferError(f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n")
-        for name in _SWITCHES:
-            require_bool(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
@@ -271,13 +238,6 @@ class SamplingParams:
             raise NanoinferError(
                 f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
             )
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
-                if not isinstance(text, str) or not text:
-                    raise NanoinferError(f"{name}={show(text)} is not a non-empty string")
-        for name in ("stop_token_ids", "allowed_token_ids", "output_token_ids"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(require_int(name, token_id, 0) for token_id in given))
         if self.truncate_prompt_tokens == 0:
             raise NanoinferError("truncate_prompt_tokens=0 leaves no prompt: give 1 or more, or -1")
         if self.stop and not self.detokenize:
@@ -286,31 +246,31 @@ class SamplingParams:
             raise NanoinferError("output_token_ids continues one output: leave out n, best_of and prompt_logprobs")
         if self.output_token_ids and self.seed is None and not self.greedy:
             raise NanoinferError("output_token_ids needs the seed of the output that it continues, or temperature=0")
-        if self.logit_bias is not None:
-            biases = {
-                require_int("logit_bias token id", token_id, 0): require_float(
-                    f"logit_bias[{show(token_id)}]", bias, -1e6, 1e6
-                )
-                for token_id, bias in self.logit_bias.items()
-            }
-            object.__setattr__(self, "logit_bias", biases)
+        self._keep_objects()
 
-    def _accept_bare_values(self) -> None:
-        """Accept the forms that vLLM accepts: stop="x" for stop=["x"], lists for tuples, None for an empty list."""
-        given: Any = self.stop
-        allowed: Any = self.allowed_token_ids
-        stop = (given,) if isinstance(given, str) else given
-        for name, value in (("stop", stop), *((name, getattr(self, name)) for name in _LISTS)):
-            if isinstance(value, str):
-                raise NanoinferError(f"{name}={show(value)} is not a list")
+    def _keep_lists(self) -> None:
+        """Store lists as tuples. As in vLLM, stop="x" is stop=["x"], and None is an empty list."""
+        for f in fields(self):
+            if not str(f.type).startswith("tuple["):
+                continue
+            name, given = f.name, getattr(self, f.name)
             try:
-                object.__setattr__(self, name, () if value is None else tuple(value))
+                items = () if given is None else (given,) if isinstance(given, str) else tuple(given)
             except TypeError:
-                raise NanoinferError(f"{name}={show(value)} is not a list") from None
-        if self.allowed_token_ids == ():
-            if not (allowed is None or isinstance(allowed, tuple)):  # () is the flag that is not given
+                raise NanoinferError(f"{name}={show(given)} is not a list") from None
+            if isinstance(given, str) and name != "stop":
+                raise NanoinferError(f"{name}={show(given)} is not a list")
+            if name == "allowed_token_ids" and not items and not isinstance(given, (tuple, type(None))):
                 raise NanoinferError("allowed_token_ids is empty: it excludes every token; leave it out, or list ids")
-            object.__setattr__(self, "allowed_token_ids", None)
+            if "str" not in str(f.type):
+                items = tuple(require_int(name, token_id, 0) for token_id in items)
+            elif empty := [text for text in items if not isinstance(text, str) or not text]:
+                raise NanoinferError(f"{name}={show(empty[0])} is not a non-empty string")
+            object.__setattr__(self, name, items)
+        object.__setattr__(self, "allowed_token_ids", self.allowed_token_ids or None)  # () is the flag without a value
+
+    def _keep_objects(self) -> None:
+        """Store what names and mappings stand for."""
         try:
             object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         except ValueError:
@@ -318,9 +278,14 @@ class SamplingParams:
             raise NanoinferError(f"output_kind={show(self.output_kind)} is unknown: use one of {kinds}") from None
         if self.logit_bias is not None:
             try:
-                object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+                items = dict(self.logit_bias).items()
             except (TypeError, ValueError):
                 raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
+            biases = {
+                require_int("logit_bias token id", i, 0): require_float(f"logit_bias[{show(i)}]", bias, -1e6, 1e6)
+                for i, bias in items
+            }
+            object.__setattr__(self, "logit_bias", biases)
         structured: Any = self.structured_outputs
         if isinstance(structured, Mapping):
             names = [f.name for f in fields(StructuredOutputsParams)]
@@ -348,6 +313,12 @@ class SamplingParams:
         return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
 
 
+RANGES: dict[str, tuple[Any, Any]] = {
+    f.name: f.metadata["bounds"] for f in fields(SamplingParams) if "bounds" in f.metadata
+}
+"""Smallest and largest value (None: any) of each field of SamplingParams that is a number; integers where these are."""
+
+
 @explains_arguments
 @dataclass(frozen=True)
 class BeamSearchParams:
@@ -361,13 +332,13 @@ class BeamSearchParams:
 
     beam_width: int
     """Beams of each prompt, and outputs that are returned: 1 to 64. 1 is greedy decoding."""
-    max_tokens: int | None = 128
+    max_tokens: int | None = bounded(128, 1)
     """Maximum number of tokens to generate per output (None: up to the context length)."""
     ignore_eos: bool = False
     """Continue after the model's end tokens."""
-    temperature: float = 0.0
+    temperature: float = bounded(0.0, 0.0, 1e6)
     """Divide the logits by this before the log-probabilities are computed; 0 and 1: use them as they are."""
-    length_penalty: float = 1.0
+    length_penalty: float = bounded(1.0, -10.0, 10.0)  # no power of a length overflows
     """An output's score is its log-probability / (number of tokens ** length_penalty); -10 to 10."""
     include_stop_str_in_output: bool = False
     """Include the end token in the text. It is in the token ids in any case."""
@@ -377,14 +348,8 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         keep_int(self, "beam_width", 1, MAX_BEAM_WIDTH)
-        keep_int(self, "max_tokens", 1, optional=True)
-        require_bool("ignore_eos", self.ignore_eos)
-        keep_float(self, "temperature", 0.0, 1e6)
-        keep_float(self, "length_penalty", -10.0, 10.0)  # in this range no power of a length overflows
-        require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-        if not isinstance(self.early_stopping, bool) and (
-            not isinstance(self.early_stopping, str) or self.early_stopping != "never"
-        ):
+        keep_fields(self)
+        if not isinstance(early := self.early_stopping, bool) and not (isinstance(early, str) and early == "never"):
             raise NanoinferError(f"early_stopping={show(self.early_stopping)} is unknown: use False, True or 'never'")
 
     @property

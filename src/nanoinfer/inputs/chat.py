@@ -19,7 +19,7 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.structured.vocabulary import special_tokens
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.tokenizers.tokenizer import decode
-from nanoinfer.utils.checks import require_bool, require_int, show
+from nanoinfer.utils.checks import bounded, keep_fields, show
 
 log = logging.getLogger("nanoinfer")
 _ARGUMENTS = ("messages", "add_generation_prompt")  # of a template, with parameters of their own
@@ -54,15 +54,14 @@ class ChatOptions:
     """Variable of the template: whether the model shall reason; None: as the template has it."""
     reasoning_effort: str | None = None
     """Variable of the template, such as "low"; "none" is enable_thinking=False, too."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = bounded(None, 0)
     """Largest number of tokens of the reasoning, after which its end is forced; None: any."""
     optional_thinking: bool = False
     """Whether a thinking_token_budget has no effect, instead of being an error, if the template has no reasoning."""
     _tools: tuple[Tool, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"):
-            require_bool(name, getattr(self, name))
+        keep_fields(self)
         if self.continue_final_message and self.add_generation_prompt:
             raise NanoinferError(
                 "continue_final_message=True continues the last message, add_generation_prompt=True begins another one:"
@@ -71,10 +70,6 @@ class ChatOptions:
         documents = self.documents
         if documents is not None and not (is_list(documents) and all(isinstance(d, Mapping) for d in documents)):
             raise NanoinferError(f"documents={show(documents)} is not a list of dicts, such as {{'text': ...}}")
-        if self.enable_thinking is not None:
-            require_bool("enable_thinking", self.enable_thinking)
-        if self.thinking_token_budget is not None:
-            require_int("thinking_token_budget", self.thinking_token_budget, 0)
         if not isinstance(effort := self.reasoning_effort, (str, type(None))) or effort == "":
             raise NanoinferError(f"reasoning_effort={show(effort)} is not a string such as 'low'")
         given = self.chat_template_kwargs

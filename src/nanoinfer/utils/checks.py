@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import field, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
@@ -106,6 +107,31 @@ def require_bool(name: str, value: Any) -> None:
     """Raise NanoinferError if `value` is not True or False."""
     if not isinstance(value, bool):
         raise NanoinferError(f"{name}={show(value)} is not a bool: use True or False")
+
+
+def bounded(default: Any, low: float, high: float | None = None, *, low_open: bool = False) -> Any:
+    """Return a field of a dataclass that is a number from `low` to `high`, which `keep_fields` checks.
+
+    `low_open` excludes `low`; without `high`, the field is an integer of any size.
+    """
+    return field(default=default, metadata={"bounds": (low, high), "low_open": low_open})
+
+
+def keep_fields(config: Any, prefix: str = "") -> None:
+    """Check the fields of a frozen dataclass that are bools or `bounded`, and store numbers as those of Python.
+
+    Fields whose type ends with "| None" may be None. The prefix is that of the names in messages.
+    """
+    for f in fields(config):
+        kind, _, rest = str(f.type).partition(" | ")
+        if rest not in ("", "None") or (rest and getattr(config, f.name) is None):
+            continue
+        if kind == "bool":
+            require_bool(prefix + f.name, getattr(config, f.name))
+        elif "bounds" in f.metadata and kind == "int":
+            keep_int(config, f.name, *f.metadata["bounds"])
+        elif "bounds" in f.metadata:
+            keep_float(config, f.name, *f.metadata["bounds"], low_open=f.metadata["low_open"])
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
