@@ -1,6 +1,5 @@
 # make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
-# make test    the tests without the slow cases (5 minutes on 2 cores); make test-all: with them (19 minutes)
-# make test-nightly: also the cases that take minutes each (two hours)
+# make test    the tests without the slow cases; make test-all: with them; make test-nightly: also the full matrices (hours)
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
@@ -13,7 +12,8 @@
 # make test-deploy [SCHEMAS=folder]   deploy/ with the tools and schemas of others (docs/deploy.md); the commands of the image's build
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make test-cluster   batches on Ray clusters whose workers, nodes and driver are killed (ten minutes)
-# make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
+# make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++); ISAS=few:
+#     with the kernels of `scalar` and `avx2` alone, in half the time
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
@@ -24,6 +24,9 @@
 # make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
+ifneq ($(shell command -v ccache),)  # builds for the tests in C++ and for the extension have the same kernels
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+endif
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -75,11 +78,12 @@ SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_be
   bench/test_start core/test_output_text core/test_scheduler roofline/test_roofline_speculation \
   speculative/test_speculative_adaptive_k utils/test_files)
 
-test-small:
+# The wheel is linked from what .venv/installed has compiled.
+test-small: .venv/installed
 	rm -rf .venv-small build/wheel
 	$(PYTHON) -m venv .venv-small
-	$(call say,building the wheel: compiles for about two minutes on 2 cores,.venv-small/bin/python -m pip wheel --quiet \
-	  --disable-pip-version-check --no-deps --wheel-dir build/wheel .)
+	$(call say,building the wheel,$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+	  --wheel-dir build/wheel .)
 	.venv-small/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  "$$(echo build/wheel/*.whl)[test-small]"
 	OMP_NUM_THREADS=1 .venv-small/bin/python -m pytest -m "not slow and not nightly" $(SMALL_TESTS)
@@ -138,9 +142,8 @@ ASAN_TESTS := tests/native/test_native_kernels.py tests/native/test_native_engin
   tests/native/test_native_locks.py
 
 build-asan: .venv/installed-test
-	@$(PIP) nanobind cmake ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/asan -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON > /dev/null
+	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON -DNANOINFER_FEW_ISAS=$(if $(filter few,$(ISAS)),ON,OFF) > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/asan
 
 asan: build-asan
@@ -236,9 +239,11 @@ quality: .venv/installed-torch
 	@$(PIP) cmake ninja
 	@touch $@
 
+# Without an environment of pip's own for each build: a build compiles what has changed since the last one, of whatever target.
 .venv/installed: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(call say,installing nanoinfer into .venv: downloads 50 MB and compiles for about two minutes on 2 cores,$(PIP) --editable .)
+	$(call say,installing nanoinfer into .venv: downloads 50 MB and compiles for about two minutes on 2 cores,\
+	  $(PIP) 'scikit-build-core>=0.10' 'nanobind>=3.1' cmake ninja && $(PIP) --no-build-isolation --editable .)
 	@touch $@
 
 # Of the extras only the packages: nanoinfer itself is installed and is not compiled again.

@@ -92,7 +92,7 @@ def test_what_it_does_and_for_how_long(make: Callable[[str], Make]) -> None:
     assert says.startswith("== installing nanoinfer into .venv: ")
     assert "about two minutes on 2 cores" in says
     assert progress[:2] == ["   still at work after 1 s", "   still at work after 2 s"]
-    assert (running.folder / "arguments").read_text() == "--editable .\n"
+    assert (running.folder / "arguments").read_text() == "--no-build-isolation --editable .\n"
     assert (running.folder / ".venv" / "installed").exists()
 
 

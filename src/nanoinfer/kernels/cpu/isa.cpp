@@ -13,11 +13,13 @@ namespace nanoinfer {
 namespace scalar { extern const Kernels kKernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kKernels; }
+#if !defined(NANOINFER_FEW_ISAS)
 namespace avx2_vnni { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_vnni { extern const Kernels kKernels; }
 #if defined(NANOINFER_AMX)
 namespace amx { extern const Kernels kKernels; }
+#endif
 #endif
 #elif defined(__aarch64__)
 namespace neon { extern const Kernels kKernels; }
@@ -77,11 +79,13 @@ std::vector<Entry> entries() {
 #if defined(__x86_64__)
   return {{&scalar::kKernels, ""},
           {&avx2::kKernels, missing_for(1)},
+#if !defined(NANOINFER_FEW_ISAS)
           {&avx2_vnni::kKernels, missing_for_avx2_vnni()},
           {&avx512::kKernels, missing_for(2)},
           {&avx512_vnni::kKernels, missing_for(3)},
 #if defined(NANOINFER_AMX)
           {&amx::kKernels, missing_for(4)},
+#endif
 #endif
   };
 #elif defined(__aarch64__)

@@ -16,6 +16,8 @@ else()
   set(OPTIMIZE -O3)
 endif()
 
+option(NANOINFER_FEW_ISAS "Compile the kernels for `scalar` and, on x86, `avx2` alone" OFF)
+
 set(AVX2 -mavx2 -mfma -mf16c)
 set(AVX512 ${AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
 
@@ -43,6 +45,10 @@ function(add_cpu_sources target)
   add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     add_kernels(${target} avx2 ${AVX2})
+    if(NANOINFER_FEW_ISAS)
+      target_compile_definitions(${target} PRIVATE NANOINFER_FEW_ISAS)
+      return()
+    endif()
     add_kernels(${target} avx2_vnni ${AVX2} -mavxvnni)
     add_kernels(${target} avx512 ${AVX512})
     add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
