@@ -198,7 +198,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_test_that_hangs_or_crashes_is_a_row_and_the_others_run(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS)
     (tmp_path / "folder").mkdir()
@@ -242,7 +242,7 @@ def test_what_was_cut_off_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert check(tmp_path, "--only", "tests", "--continue", tmp_path / "out")[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tests_of_a_gpu_are_collected_where_only_torch_and_triton_are_installed() -> None:
     absent = ["vl_convert", "nanoinfer._native", "flashinfer", "rich", "click", "jinja2", "tokenizers", "transformers"]
     script = (

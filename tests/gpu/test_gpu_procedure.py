@@ -114,7 +114,7 @@ def results(tree: Path) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_command_has_the_tests_and_the_steps(tree: Path) -> None:
     code, said = run(commands()[0], tree, None)
     assert code == 1, said  # some tests fail

@@ -58,7 +58,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine, quantization", triton_kernels.STEPS)
-@pytest.mark.slow_if(lambda quantization: quantization is not None)
+@pytest.mark.nightly_if(lambda quantization: quantization is not None)
 def test_a_step_is_checked_and_timed(engine: str, quantization: str | None) -> None:
     row = triton_kernels.step_row(SMALL, engine, quantization, "cpu", 1)
     assert set(row) == {"predicted_usec", "bytes_usec", "usec", "usec_per_kernel", "gb_per_sec", "verify_ratio"}
@@ -91,7 +91,8 @@ def test_a_variant_changes_the_tiles_of_its_step_alone(variant: str, monkeypatch
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", triton_kernels.KINDS)
-@pytest.mark.slow_if(lambda kind, rows: rows > 1 or kind != triton_kernels.KINDS[0])
+@pytest.mark.nightly_if(lambda kind, rows: (rows == 1) != (kind == triton_kernels.KINDS[0]))
+@pytest.mark.slow_if(lambda rows: rows > 1)
 def test_products_of_a_step_are_checked_and_timed(kind: str, rows: int) -> None:
     row = triton_kernels.product_row(kind, "bfloat16" if rows == 1 else "int4", SMALL, rows, "cpu")
     assert row["usec"] == row["torch_usec"] == 1000.0  # two turns in 2 ms
@@ -113,7 +114,7 @@ def test_attention_is_checked_and_timed(rows: int, new: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "all controls"])
-@pytest.mark.slow_if(lambda name: name != "greedy")
+@pytest.mark.nightly_if(lambda name: name != "greedy")
 def test_samplers_are_compared_and_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampler, "V", 300)
     calls: list[Any] = []

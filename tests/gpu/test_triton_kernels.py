@@ -72,10 +72,15 @@ def check(out: Tensor, expected: Tensor, magnitude: Tensor, unit: float) -> None
 # Products ------------------------------------------------------------------------------------------------
 
 
+CHOSEN = ((16, 70), (1, 33), (5, 16), (37, 33))
+"""Rows and outputs that the interpreter runs with each format but in `make test-nightly`."""
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 37])
 @pytest.mark.parametrize("n, k", [(33, 64), (70, 200), (16, 101)])
-@pytest.mark.slow_if(lambda rows, n, device: device == "cpu" and (rows != 16 or n != 70))
+@pytest.mark.nightly_if(lambda rows, n, device: device == "cpu" and (rows, n) not in CHOSEN)
+@pytest.mark.slow_if(lambda rows, device: device == "cpu" and rows != 16)
 def test_products_with_everything_around_them(name: str, rows: int, n: int, k: int, device: str) -> None:
     x, w, bias, gain, shift = draw(rows, k), draw(n, k, seed=1), draw(n), draw(k, seed=2), draw(k, seed=3)
     weight = FORMATS[name](w)
@@ -330,6 +335,7 @@ def attend_in_float64(q: Tensor, keys: Tensor, values: Tensor, pos: int) -> Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("R, n, splits", [(1, 1, 1), (3, 1, 4), (2, 5, 1), (2, 3, 4), (1, 16, 2), (2, 70, 2)])
 @pytest.mark.parametrize("D, block_len", [(16, 150), (24, 10)], ids=["slots", "pages"])
+@pytest.mark.nightly_if(lambda dtype, R, device: device == "cpu" and dtype != torch.float16 and R != 3)
 @pytest.mark.slow_if(lambda dtype, splits, device: device == "cpu" and (dtype != torch.float16 or splits != 4))
 def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, block_len: int, device: str) -> None:
     """Rows of unequal length, the last token of each row padding where there are several; what is past them is NaN."""

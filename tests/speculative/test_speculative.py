@@ -46,6 +46,7 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
         name == "triton" and INTERPRETED and (kind, k, batch) != (DRAFTERS[0], 3, "unequal lengths")
     )
 )
+@pytest.mark.nightly_if(lambda name, k: name not in ("native", "static") and k != 3)
 @pytest.mark.slow_if(lambda name, k: k != 3 and (name != "native" or k is not None))
 def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
     gpt = make_model()
