@@ -45,7 +45,7 @@ def models() -> str:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     types = [*args, *(keyword.value for keyword in keywords if keyword.arg == "model_type")]
-                    sentence = text.split(". ")[0].split(".\n")[0].replace("\n", " ")
+                    sentence = re.split(r"\.(?:\s|$)", text)[0].replace("\n", " ")
                     described |= {t.value: (sentence, path.name) for t in types if isinstance(t, ast.Constant)}
     rows = [f"| `model_type` | models | presets | file | {COLUMN} |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():

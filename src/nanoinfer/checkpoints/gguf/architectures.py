@@ -1,19 +1,32 @@
-"""llama.cpp's architectures: the keys of their metadata as fields of a config.json, and the names of their tensors.
+"""llama.cpp's architectures: the keys of their metadata as fields of a config.json and back, and names of tensors.
 
-Source: llama.cpp, convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
+A key that is a field under another name is a row of a table, which reads and writes it; functions do the others. A file
+of deepseek2 with `key_length_mla` has one matrix of keys and one of values for each head, as ours are; files before
+April 2025 have both in one matrix of all heads.
+
+Source: llama.cpp, convert_hf_to_gguf.py, gguf-py/gguf/constants.py and src/models.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
-from nanoinfer.checkpoints.gguf import latent as gguf_latent
-from nanoinfer.checkpoints.gguf.metadata import Metadata
-from nanoinfer.checkpoints.gguf.rotary import LONG, scaling, windows
+from nanoinfer.checkpoints.gguf.file import Value
+from nanoinfer.checkpoints.gguf.metadata import LONG, Metadata, Row, scaling, windows
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.rotary import frequencies
+
+log = logging.getLogger("nanoinfer")
 
 TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 LAYER: dict[str, str | tuple[str, ...]] = {
@@ -50,14 +63,37 @@ FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
 
 
+LATENT: dict[str, str | tuple[str, ...]] = {
+    "attn.c_attn": ("attn_q", "attn_q_a", "attn_kv_a_mqa"),
+    "attn.q_norm": "attn_q_a_norm",
+    "attn.q_b": "attn_q_b",
+    "attn.kv_norm": "attn_kv_a_norm",
+    "attn.k_b": "attn_k_b",
+    "attn.v_b": "attn_v_b",
+    "mlp.correction": "exp_probs_b",
+}
+OF_HEADS = ("attn_k_b.weight", "attn_v_b.weight")
+"""Endings of tensors with three dimensions, the heads first."""
+JOINED_HEADS = "attn_kv_b"
+"""Keys and values of all heads in one matrix, in files before April 2025."""
+
+
+_LITE = 27  # layers of DeepSeek-V2-Lite, by which llama.cpp knows it
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How one of llama.cpp's architectures describes and stores models of a family."""
 
     family: str
     """model_type of the family."""
-    fields: Callable[[Metadata], dict[str, Any]]
-    """Return the fields of config.json that `_common` does not."""
+    further: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda m, shape: {}
+    """Return the fields of config.json beside those of `_sizes`, `_heads` and the rows, or in place of them."""
+    rows: tuple[Row, ...] = ()
+    partial: bool = False
+    """Whether a share of each head may be rotated."""
+    own_heads: bool = False
+    """Whether `further` reads the width of a head."""
     interleaved: bool = False
     """Whether queries and keys are stored for a rotation of adjacent dimensions (2i, 2i + 1)."""
     joined: bool = False
@@ -69,24 +105,39 @@ class Architecture:
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Our part -> the name of the tensor, where it is not the usual one."""
 
+    def read(self, m: Metadata) -> dict[str, Any]:
+        """Return the fields of config.json, for any family: one ignores those that it does not have."""
+        shape = _sizes(m) | ({} if self.own_heads else _heads(m, self.partial))
+        fields = {"model_type": self.family} | shape | {row.field: m.row(row, shape) for row in self.rows}
+        return fields | self.further(m, fields)
 
-def _shape(m: Metadata) -> dict[str, Any]:
-    """Return the fields of config.json that all families but GPT-2 have, under the names that Llama has for them."""
-    shape = _sizes(m)
-    width = m.int_("attention.key_length", max(1, shape["hidden_size"] // shape["num_attention_heads"]))
+    def write(self, fields: Mapping[str, Any]) -> dict[str, Value]:
+        """Return the keys of the rows, without the prefix."""
+        values = {row.key: (row, fields.get(row.field)) for row in self.rows}
+        return {key: row.kind(value) for key, (row, value) in values.items() if value not in (None, row.omit)}
+
+
+def _heads(m: Metadata, partial: bool) -> dict[str, Any]:
+    """Return the width of a head, and the share of it that is rotated, if that may be less than all."""
+    width = m.int_("attention.key_length", max(1, m.int_("embedding_length") // m.int_("attention.head_count")))
     m.only(m.key("attention.value_length"), width)
-    return shape | {"head_dim": width}
+    if not partial:
+        m.only(m.key("rope.dimension_count"), width)
+        return {"head_dim": width}
+    rotated = m.int_("rope.dimension_count", width)
+    share = 1.0 if rotated >= width else (rotated + 0.5) / width  # so that the product is not rounded down
+    return {"head_dim": width, "partial_rotary_factor": share, "rotary_pct": share}
 
 
 def _sizes(m: Metadata) -> dict[str, Any]:
-    """Return the fields of `_shape` without the width of a head."""
-    n_head = m.int_("attention.head_count")
-    n_embd = m.int_("embedding_length")
+    """Return the fields of config.json that most families have, each under all of its names."""
+    n_head, n_embd = m.int_("attention.head_count"), m.int_("embedding_length")
     m.get(m.key("pooling_type"))  # models/pooling.py
     m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
     vocab_size, num_layers = _vocab_size(m), _num_layers(m)
-    differ = m.arch == "gemma4"  # gguf_gemma4.py reads the numbers of all layers
+    differ = m.arch == "gemma4"  # `_gemma4` reads the numbers of all layers
     heads = "attention.head_count_kv"
+    theta, epsilon = m.float_("rope.freq_base", 10000.0), m.float_("attention.layer_norm_epsilon", 1e-5)
     return {
         "vocab_size": vocab_size,
         "max_position_embeddings": m.int_("context_length"),
@@ -95,10 +146,14 @@ def _sizes(m: Metadata) -> dict[str, Any]:
         "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head),
         "hidden_size": n_embd,
         "intermediate_size": m.ints("feed_forward_length", num_layers)[0] if differ else m.int_("feed_forward_length"),
-        "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", m.float_("attention.layer_norm_epsilon", 1e-5)),
+        "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", epsilon),
+        **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"), epsilon),
         "tie_word_embeddings": "output.weight" not in m.tensors,
-        "rope_theta": m.float_("rope.freq_base", 10000.0),
+        **dict.fromkeys(("rope_theta", "rotary_emb_base"), theta),
         "rope_scaling": scaling(m),
+        **dict.fromkeys(("attention_bias", "use_qkv_bias", "qkv_bias", "use_bias"), m.has_bias("attn_q")),
+        "attention_out_bias": m.has_bias("attn_output"),
+        "mlp_bias": m.has_bias("ffn_up"),
     }
 
 
@@ -118,109 +173,62 @@ def _vocab_size(m: Metadata) -> int:
     return embedding.shape[0]
 
 
-def _plain(m: Metadata) -> dict[str, Any]:
-    """Return the fields of a family that rotates all dimensions of a head."""
-    shape = _shape(m)
-    m.only(m.key("rope.dimension_count"), shape["head_dim"])
-    return shape
-
-
-def _rotated_share(m: Metadata, head_dim: int) -> float:
-    """Return the share of a head that is rotated."""
-    rotated = m.int_("rope.dimension_count", head_dim)
-    return 1.0 if rotated >= head_dim else (rotated + 0.5) / head_dim  # so that the product is not rounded down
-
-
-def _layer_norms(m: Metadata) -> dict[str, Any]:
-    """Return the fields of a family that has layer norms and rotates a share of each head."""
-    shape = _shape(m)
-    return shape | {
-        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
-        "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
-        "use_qkv_bias": m.has_bias("attn_q"),
-    }
-
-
-def _llama(m: Metadata) -> dict[str, Any]:
-    mixture = "expert_count" in m
-    fields = _plain(m) | {"attention_bias": m.has_bias("attn_q"), "mlp_bias": m.has_bias("ffn_up")}
+def _llama(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     if (window := "attention.sliding_window") in m:
-        fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
-    return fields | _experts(m) | {"model_type": "mixtral"} if mixture else fields
+        fields = {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
+    return fields | _experts(m, shape) | {"model_type": "mixtral"} if "expert_count" in m else fields
 
 
-def _experts(m: Metadata) -> dict[str, Any]:
+def _experts(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a mixture of experts. All layers have one: llama.cpp reads no others."""
     m.only(m.key("expert_gating_func"), 1)  # a softmax
     return {"num_local_experts": m.int_("expert_count"), "num_experts_per_tok": m.int_("expert_used_count")}
 
 
-def _olmoe(m: Metadata) -> dict[str, Any]:
+def _olmoe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.only(m.key("attention.clamp_kqv"), None)
-    return _plain(m) | _experts(m) | {"norm_topk_prob": False, "attention_bias": m.has_bias("attn_q")}
+    return _experts(m, shape) | {"norm_topk_prob": False}
 
 
-def _qwen_moe(m: Metadata) -> dict[str, Any]:
+def _qwen_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file does not say: whether the chosen experts' weights are divided by their sum."""
-    width, shared = m.int_("expert_feed_forward_length"), {}
-    if m.arch == "qwen2moe":
-        shared = {"shared_expert_intermediate_size": m.int_("expert_shared_feed_forward_length")}
-    flags = {"norm_topk_prob": m.arch != "qwen2moe", "qkv_bias": m.has_bias("attn_q")}
-    return _qwen(m) | _experts(m) | {"moe_intermediate_size": width} | flags | shared
+    return _qwen(m, shape) | _experts(m, shape) | {"norm_topk_prob": m.arch != "qwen2moe"}
 
 
-def _gpt_oss(m: Metadata) -> dict[str, Any]:
+def _gpt_oss(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file does not say: every second layer has a window, the first one included."""
-    shape = _plain(m)
-    found = _experts(m) | {"intermediate_size": m.int_("expert_feed_forward_length", shape["intermediate_size"])}
-    window, rope = m.int_("attention.sliding_window"), shape["rope_scaling"] or {"rope_type": "default"}
-    return shape | found | {"sliding_window": window, "rope_scaling": rope, "attention_bias": m.has_bias("attn_q")}
+    width = m.int_("expert_feed_forward_length", shape["intermediate_size"])
+    rope = shape["rope_scaling"] or {"rope_type": "default"}
+    return _experts(m, shape) | {"intermediate_size": width, "rope_scaling": rope}
 
 
-def _gemma3(m: Metadata) -> dict[str, Any]:
+def _gemma3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file does not say: every sixth layer is global, the local base is 10,000.
 
     Files of Ollama have other names of bases; those with a vision part lack the scaling that such models have.
     """
-    shape = _plain(m)
     num_layers = shape["num_hidden_layers"]
-    local = m.float_("rope.freq_base_swa", m.float_("rope.local.freq_base", 10000.0))
+    fields: dict[str, Any] = {"rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-6)}
     if "rope.freq_base" not in m:
-        shape["rope_theta"] = m.float_("rope.global.freq_base", 1e6)
+        fields["rope_theta"] = m.float_("rope.global.freq_base", 1e6)
+    if "rope.freq_base_swa" not in m:
+        fields["rope_local_base_freq"] = m.float_("rope.local.freq_base", 10000.0)
     if "vision.block_count" in m and "rope.scaling.factor" not in m and num_layers in (34, 48, 62):
-        shape["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     width = shape["hidden_size"] // shape["num_attention_heads"] if num_layers == 62 else shape["head_dim"]  # 27B
-    return (
-        shape
-        | (windows(m, num_layers, 6) or {"layer_types": ["full_attention"] * num_layers})
-        | {
-            "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", 1e-6),
-            "rope_local_base_freq": local,
-            "query_pre_attn_scalar": width,
-            "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
-            "final_logit_softcapping": m.float_("final_logit_softcapping", None),
-        }
-    )
+    local = windows(m, num_layers, 6) or {"layer_types": ["full_attention"] * num_layers}
+    return fields | local | {"query_pre_attn_scalar": width}
 
 
-def _gemma4(m: Metadata) -> dict[str, Any]:
-    shape = _sizes(m)
-    return shape | {"vocab_size_per_layer_input": shape["vocab_size"]} | gguf_gemma4.read(m, shape["num_hidden_layers"])
-
-
-def _gemma2(m: Metadata) -> dict[str, Any]:
-    shape = _plain(m)
+def _gemma2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     at_27b = shape["num_hidden_layers"] == 46  # llama.cpp fixes what the file does not say
-    return shape | {
-        "sliding_window": m.int_("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"],
-        "attn_logit_softcapping": m.float_("attn_logit_softcapping", None),
-        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
-    }
+    width = shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"]
+    return {"query_pre_attn_scalar": width}
 
 
-def _phi3(m: Metadata) -> dict[str, Any]:
-    shape, context = _shape(m), m.int_("rope.scaling.original_context_length", 4096)
+def _phi3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    context = m.int_("rope.scaling.original_context_length", 4096)
     scaling: dict[str, Any] | None = None
     if any(name in m.tensors for name in LONG.values()):
         scaling = {"rope_type": "longrope", "attention_factor": m.float_("rope.scaling.attn_factor", 1.0)}
@@ -228,173 +236,282 @@ def _phi3(m: Metadata) -> dict[str, Any]:
             if name not in m.tensors:
                 raise NanoinferError(f"tensor {name} is missing: the file has other parts of longrope")
             scaling[theirs] = m.tensors[name].read().float32().reshape(-1).tolist()
-    return shape | {
-        "original_max_position_embeddings": context,
-        "partial_rotary_factor": _rotated_share(m, shape["head_dim"]),
-        "rope_scaling": scaling,
-        "sliding_window": m.int_("attention.sliding_window") if "attention.sliding_window" in m else None,
-    }
+    return {"original_max_position_embeddings": context, "rope_scaling": scaling, "attention_bias": False}
 
 
-def _granite(m: Metadata) -> dict[str, Any]:
-    shape = _plain(m)
-    return shape | {
-        "attention_multiplier": m.float_("attention.scale", shape["head_dim"] ** -0.5),
-        "embedding_multiplier": m.float_("embedding_scale", 1.0),
-        "residual_multiplier": m.float_("residual_scale", 1.0),
-        "logits_scaling": m.float_("logit_scale", 1.0),
-        "attention_bias": m.has_bias("attn_q"),
-        "mlp_bias": m.has_bias("ffn_up"),
-    }
-
-
-def _olmo(m: Metadata) -> dict[str, Any]:
+def _olmo(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.only(m.key("attention.layer_norm_epsilon"), 1e-5)
     m.only(m.key("attention.clamp_kqv"), None)
-    return _plain(m)
+    return {}
 
 
-def _stablelm(m: Metadata) -> dict[str, Any]:
+def _stablelm(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.get(m.key("use_parallel_residual"))  # as llama.cpp, which looks whether the tensor is there
-    return _layer_norms(m) | {"use_parallel_residual": "blk.0.ffn_norm.weight" not in m.tensors}
+    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in m.tensors}
 
 
-def _glm4(m: Metadata) -> dict[str, Any]:
-    shape = _shape(m)
-    share = _rotated_share(m, shape["head_dim"])
-    return shape | {"partial_rotary_factor": share, "attention_bias": m.has_bias("attn_q")}
+def _exaone4(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": None} | windows(m, shape["num_hidden_layers"], 4)
 
 
-def _cohere(m: Metadata) -> dict[str, Any]:
-    found = _plain(m) | {
-        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
-        "logit_scale": m.float_("logit_scale", 0.0625),
-        "attention_bias": m.has_bias("attn_q"),
-    }
-    return found | ({"sliding_window": m.int_("attention.sliding_window")} if "attention.sliding_window" in m else {})
+def _qwen(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    return windows(m, shape["num_hidden_layers"])
 
 
-def _exaone4(m: Metadata) -> dict[str, Any]:
-    shape = _plain(m)
-    return shape | {"sliding_window": None} | windows(m, shape["num_hidden_layers"], 4)
-
-
-def _biased(m: Metadata) -> dict[str, Any]:
-    """Return the fields of a family whose biases follow from flags."""
-    parts = ("attention", "attn_q"), ("attention_out", "attn_output"), ("mlp", "ffn_up")
-    found = {f"{part}_bias": m.has_bias(name) for part, name in parts}
-    return _plain(m) | found | {"use_bias": found["attention_bias"]}
-
-
-def _qwen(m: Metadata) -> dict[str, Any]:
-    shape = _plain(m)
-    return shape | windows(m, shape["num_hidden_layers"])
-
-
-def _olmo2(m: Metadata) -> dict[str, Any]:
+def _olmo2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 is an OLMo 2 with windows: only its global layers have scaled positions."""
-    shape = _plain(m)
     if not (local := windows(m, shape["num_hidden_layers"], 4)):
-        return shape
+        return {}
     theta, scaled = shape["rope_theta"], shape["rope_scaling"] or {"rope_type": "default"}
     nearby = {"rope_type": "default", "rope_theta": m.float_("rope.freq_base_swa", theta)}
     ropes = {"full_attention": scaled | {"rope_theta": theta}, "sliding_attention": nearby}
-    return shape | local | {"model_type": "olmo3", "rope_parameters": ropes}
+    return local | {"model_type": "olmo3", "rope_parameters": ropes}
 
 
-def _mistral3(m: Metadata) -> dict[str, Any]:
+def _mistral3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """Mistral Small 3.1, and Ministral 3, whose queries grow with the position."""
-    shape, growth = _plain(m), m.float_("attention.temperature_scale", None)
-    rope = shape["rope_scaling"] or {"rope_type": "default"}
-    return shape | {"rope_scaling": rope if growth is None else rope | {"llama_4_scaling_beta": growth}}
+    growth, rope = m.float_("attention.temperature_scale", None), shape["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": rope if growth is None else rope | {"llama_4_scaling_beta": growth}}
 
 
-def _starcoder2(m: Metadata) -> dict[str, Any]:
-    return _plain(m) | {
-        "norm_epsilon": m.float_("attention.layer_norm_epsilon", 1e-5),
-        "use_bias": m.has_bias("ffn_up"),
-    }
+_GPT2 = {
+    "n_positions": "max_position_embeddings", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_embd": "hidden_size", "n_inner": "intermediate_size",
+}  # fmt: skip
 
 
-def _minicpm(m: Metadata) -> dict[str, Any]:
-    """A Granite with other defaults, which are those of llama.cpp."""
-    found = _granite(m)
-    residual, logits = 1.4 / found["num_hidden_layers"] ** 0.5, found["hidden_size"] / 256
-    return found | {
-        "embedding_multiplier": m.float_("embedding_scale", 12.0),
-        "residual_multiplier": m.float_("residual_scale", residual),
-        "logits_scaling": m.float_("logit_scale", logits),
-    }
+def _gpt2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    return {theirs: shape[ours] for theirs, ours in _GPT2.items()}
 
 
-def _gpt2(m: Metadata) -> dict[str, Any]:
+def _deepseek(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSeek-V3's fields if experts are chosen by sigmoids, else V2's."""
+    m.only(m.key("expert_gating_func"), 1, 2)
+    # Files of GLM-4.7-Flash name no function; those of DeepSeek-V2 that name none do not normalize.
+    corrected = m.get(m.key("expert_gating_func"), 2 if shape["norm_topk_prob"] else 1) == 2
+    groups, rotated = m.int_("expert_group_count", 1), m.int_("rope.dimension_count")
+    whole, values = (m.int_(f"attention.{name}_length") for name in ("key", "value"))
+    if "attention.key_length_mla" in m:  # the others are then those of the latent
+        whole, values = (m.int_(f"attention.{name}_length_mla") for name in ("key", "value"))
     return {
-        "vocab_size": _vocab_size(m),
-        "n_positions": m.int_("context_length"),
-        "n_layer": _num_layers(m),
-        "n_head": m.int_("attention.head_count"),
-        "n_embd": m.int_("embedding_length"),
-        "n_inner": m.int_("feed_forward_length"),
-        "layer_norm_epsilon": m.float_("attention.layer_norm_epsilon", 1e-5),
-        "tie_word_embeddings": "output.weight" not in m.tensors,
+        "model_type": "deepseek_v3" if corrected else "deepseek_v2",
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": whole - rotated,
+        "v_head_dim": values,
+        "n_group": groups,
+        "topk_group": m.int_("expert_group_used_count", 1),
+        "topk_method": "noaux_tc" if corrected else "group_limited_greedy" if groups > 1 else "greedy",
+        "attention_bias": False,
+        "mlp_bias": False,
     }
 
 
-def _gpt_neox(m: Metadata) -> dict[str, Any]:
-    shape = _shape(m)
-    return shape | {
-        "layer_norm_eps": m.float_("attention.layer_norm_epsilon", 1e-5),
-        "rotary_pct": _rotated_share(m, shape["head_dim"]),
-        "rotary_emb_base": shape["rope_theta"],
-        "use_parallel_residual": m.flag(m.key("use_parallel_residual"), True),
-        "attention_bias": m.has_bias("attn_q"),
-    }
+def _scales(embedding: Any, residual: Any, logits: Any) -> tuple[Row, ...]:
+    """Return Granite's factors with these defaults, which are those of llama.cpp."""
+    return (
+        Row("attention.scale", "attention_multiplier", default=lambda shape: shape["head_dim"] ** -0.5),
+        Row("embedding_scale", "embedding_multiplier", default=embedding),
+        Row("residual_scale", "residual_multiplier", default=residual),
+        Row("logit_scale", "logits_scaling", default=logits),
+    )
 
 
+_GRANITE = _scales(1.0, 1.0, 1.0)
+_MINICPM = _scales(12.0, lambda s: 1.4 / s["num_hidden_layers"] ** 0.5, lambda s: s["hidden_size"] / 256)
+_COHERE = Row("logit_scale", "logit_scale", default=0.0625)
+_WIDTH = Row("expert_feed_forward_length", "moe_intermediate_size", int)
+_WINDOW = Row("attention.sliding_window", "sliding_window", int)
+_CAP = Row("final_logit_softcapping", "final_logit_softcapping", default=None)
+_CAPS = (Row("attn_logit_softcapping", "attn_logit_softcapping", default=None), _CAP)
+_DEEPSEEK = (
+    Row("attention.kv_lora_rank", "kv_lora_rank", int),
+    Row("attention.q_lora_rank", "q_lora_rank", int, default=None),
+    Row("expert_count", "n_routed_experts", int),
+    Row("expert_used_count", "num_experts_per_tok", int),
+    _WIDTH,
+    Row("expert_shared_count", "n_shared_experts", int),
+    Row("expert_weights_scale", "routed_scaling_factor", default=1.0),
+    Row("expert_weights_norm", "norm_topk_prob", bool, default=False),
+    Row("leading_dense_block_count", "first_k_dense_replace", int, default=0, low=0),
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2", _qwen),
     "qwen3": Architecture("qwen3", _qwen),
     "qwen2vl": Architecture("qwen2", _qwen),
     "qwen3vl": Architecture("qwen3", _qwen),
-    "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
-    "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
-    "qwen3vlmoe": Architecture("qwen3_moe", _qwen_moe),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        _qwen_moe,
+        (_WIDTH, Row("expert_shared_feed_forward_length", "shared_expert_intermediate_size", int)),
+    ),
+    "qwen3moe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
+    "qwen3vlmoe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "olmoe": Architecture("olmoe", _olmoe),
-    "granitemoe": Architecture("granitemoe", lambda m: _granite(m) | _experts(m), interleaved=True),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names={"ln_2": "post_attention_norm"}),
-    "gptoss": Architecture("gpt_oss", _gpt_oss, names={"attn.c_proj": "attn_out", "attn.sinks": "attn_sinks"}),
-    "gemma3": Architecture("gemma3_text", _gemma3, added_to_norms=1.0),
-    "gemma4": Architecture("gemma4_text", _gemma4, names=gguf_gemma4.NAMES),
+    "granitemoe": Architecture("granitemoe", _experts, _GRANITE, interleaved=True),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, (_WINDOW,), names={"ln_2": "post_attention_norm"}),
+    "gptoss": Architecture(
+        "gpt_oss", _gpt_oss, (_WINDOW,), names={"attn.c_proj": "attn_out", "attn.sinks": "attn_sinks"}
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _gemma3,
+        (*_CAPS, Row("rope.freq_base_swa", "rope_local_base_freq", default=1e4, omit=1e4)),
+        added_to_norms=1.0,
+    ),
+    "gemma4": Architecture("gemma4_text", gguf_gemma4.read, gguf_gemma4.ROWS, own_heads=True, names=gguf_gemma4.NAMES),
     "olmo2": Architecture("olmo2", _olmo2),
     "mistral3": Architecture("ministral3", _mistral3, interleaved=True),
-    "starcoder2": Architecture("starcoder2", _starcoder2),
-    "smollm3": Architecture("smollm3", _plain, interleaved=True),
-    "gemma": Architecture("gemma", _plain, added_to_norms=1.0),
-    "gemma2": Architecture("gemma2", _gemma2, added_to_norms=1.0),
-    "phi2": Architecture("phi", _layer_norms),
-    "phi3": Architecture("phi3", _phi3, joined=True, gate_in_up=True),
-    "granite": Architecture("granite", _granite, interleaved=True),
-    "minicpm": Architecture("granite", _minicpm, interleaved=True),
+    "starcoder2": Architecture("starcoder2"),
+    "smollm3": Architecture("smollm3", interleaved=True),
+    "gemma": Architecture("gemma", added_to_norms=1.0),
+    "gemma2": Architecture("gemma2", _gemma2, (replace(_WINDOW, default=4096), *_CAPS), added_to_norms=1.0),
+    "phi2": Architecture("phi", partial=True),
+    "phi3": Architecture("phi3", _phi3, (replace(_WINDOW, default=None),), partial=True, joined=True, gate_in_up=True),
+    "granite": Architecture("granite", rows=_GRANITE, interleaved=True),
+    "minicpm": Architecture("granite", rows=_MINICPM, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),
-    "stablelm": Architecture("stablelm", _stablelm),
-    "glm4": Architecture("glm4", _glm4, interleaved=True, gate_in_up=True),
-    "chatglm": Architecture("glm", _glm4, interleaved=True, gate_in_up=True),
-    "command-r": Architecture("cohere", _cohere, interleaved=True),
-    "cohere2": Architecture("cohere2", _cohere, interleaved=True),
-    "exaone": Architecture("llama", _plain),
+    "stablelm": Architecture("stablelm", _stablelm, partial=True),
+    "glm4": Architecture("glm4", partial=True, interleaved=True, gate_in_up=True),
+    "chatglm": Architecture("glm", partial=True, interleaved=True, gate_in_up=True),
+    "command-r": Architecture("cohere", rows=(_COHERE,), interleaved=True),
+    "cohere2": Architecture("cohere2", rows=(_COHERE, replace(_WINDOW, default=4096)), interleaved=True),
+    "exaone": Architecture("llama"),
     "exaone4": Architecture("exaone4", _exaone4),
-    "ernie4_5": Architecture("ernie4_5", _biased, interleaved=True),
-    "seed_oss": Architecture("seed_oss", _biased, names={"ln_2": "post_attention_norm"}),
-    "arcee": Architecture("arcee", _biased, interleaved=True),
+    "ernie4_5": Architecture("ernie4_5", interleaved=True),
+    "seed_oss": Architecture("seed_oss", names={"ln_2": "post_attention_norm"}),
+    "arcee": Architecture("arcee", interleaved=True),
     # llama.cpp fixes what the file does not say: SiLU, and inputs of 8 bits in groups of its own
-    "bitnet": Architecture(
-        "bitnet", lambda m: _plain(m) | {"hidden_act": "silu", "attention_bias": m.has_bias("attn_q")}
+    "bitnet": Architecture("bitnet", lambda m, shape: {"hidden_act": "silu"}),
+    "deepseek2": Architecture("deepseek_v2", _deepseek, _DEEPSEEK, own_heads=True, interleaved=True, names=LATENT),
+    "gpt2": Architecture("gpt2", _gpt2, joined=True, own_heads=True),
+    "gptneox": Architecture(
+        "gpt_neox",
+        rows=(Row("use_parallel_residual", "use_parallel_residual", bool, default=True),),
+        partial=True,
+        joined=True,
     ),
-    "deepseek2": Architecture(
-        "deepseek_v2", lambda m: _sizes(m) | gguf_latent.read(m), interleaved=True, names=gguf_latent.NAMES
-    ),
-    "gpt2": Architecture("gpt2", _gpt2, joined=True),
-    "gptneox": Architecture("gpt_neox", _gpt_neox, joined=True),
 }
 """By general.architecture."""
+
+
+def describe(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of the architecture, without its prefix, from which model.py reads the config."""
+    epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rms" else "attention.layer_norm_epsilon"
+    found: dict[str, Value] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.block_size,
+        "embedding_length": config.n_embd,
+        "block_count": config.n_layer,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.n_head,
+        epsilon: float(config.norm_epsilon),
+    }
+    fields = FAMILIES[config.family].write(config)
+    found |= _describe_experts(config, arch) | _describe_rotary(config, arch) | ARCHITECTURES[arch].write(fields)
+    found |= _describe_latent(config, fields)
+    windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
+    if windowed.window is not None:
+        found["attention.sliding_window"] = windowed.window
+        if arch in ("llama", "qwen2", "qwen3") and windowed.window < config.block_size:
+            log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
+    if arch in ("exaone4", "olmo2", "qwen2", "qwen3") and windowed.window is not None:
+        found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
+    if arch == "stablelm":
+        found["use_parallel_residual"] = config.parallel_residual
+    if arch == "gemma4":
+        found |= gguf_gemma4.describe(config, fields)
+    if config.activation == "gelu":
+        log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
+    return found
+
+
+def _describe_experts(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of a mixture of experts."""
+    if (experts := config.experts) is None:
+        return {}
+    found: dict[str, Value] = {"expert_count": experts.count, "expert_used_count": experts.per_token}
+    if arch in ("gpt-oss", "gemma4"):
+        found["expert_feed_forward_length"] = experts.width
+    if not arch.startswith(("qwen", "deepseek", "gemma4")):
+        found["feed_forward_length"] = experts.width
+    return found
+
+
+def _describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of rotary positions, and of the heads that have them."""
+    if (rotary := _rotary(config)) is None:
+        return {}
+    found: dict[str, Value] = {
+        "attention.head_count_kv": config.n_kv_head,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": rotary.dim,
+        "rope.freq_base": float(rotary.base),
+    }
+    if rotary.scaling == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
+    if rotary.scaling == "yarn" and config.latent is None:  # `_describe_latent` writes that of DeepSeek
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rotary.factor),
+            "rope.scaling.original_context_length": rotary.original_context,
+            "rope.scaling.yarn_attn_factor": float(rotary.attention_factor),
+            "rope.scaling.yarn_beta_fast": float(rotary.high_freq_factor),
+            "rope.scaling.yarn_beta_slow": float(rotary.low_freq_factor),
+        }
+        if not rotary.truncate:
+            log.warning("llama.cpp rounds the range of pairs that yarn blends: its logits differ slightly")
+        if not math.isclose(rotary.attention_factor, 0.1 * math.log(rotary.factor) + 1.0, rel_tol=1e-4):
+            log.warning("llama.cpp ignores attention_factor=%g: its logits differ", rotary.attention_factor)
+        if rotary.query_growth:
+            found["attention.temperature_scale"] = float(rotary.query_growth)
+    return found
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """Return the rotary embedding of the layers without a window, else of those with one."""
+    kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
+    return kinds[0].rotary if kinds else None
+
+
+def rotary_divisors(config: ModelConfig) -> NDArray[np.float32] | None:
+    """Return what Llama 3's scaling divides the frequencies by, or Gemma 4's; None for other models."""
+    rotary = _rotary(config)
+    if rotary is not None and config.family == "gemma4_text":
+        turning = rotary.num_turning if rotary.scaling == "proportional" else rotary.dim // 2
+        return np.where(np.arange(rotary.dim // 2) < turning, 1.0, gguf_gemma4.STILL).astype(np.float32)
+    if rotary is None or rotary.scaling != "llama3":
+        return None
+    divisors: NDArray[np.float32] = frequencies(replace(rotary, scaling="none")) / frequencies(rotary)
+    return divisors
+
+
+def _describe_latent(config: ModelConfig, fields: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the keys of latent attention and its experts that rows do not express."""
+    if (latent := config.latent) is None:
+        return {}
+    mixture = config.experts
+    assert mixture is not None
+    found: dict[str, Value] = {
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": latent.query_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "expert_gating_func": 2 if mixture.scoring == "sigmoid" else 1,
+    }
+    if not latent.query_rank and config.n_layer != _LITE:
+        log.warning("llama.cpp loads models without a latent of queries only if they have %d layers", _LITE)
+    if mixture.groups > 1:
+        found |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_per_token}
+        if mixture.group_top == 1:
+            log.warning("llama.cpp scores groups of experts by their best two, the model by their best one")
+    if (scaling := fields["rope_scaling"]) is not None:
+        found |= {
+            "rope.scaling.type": scaling["rope_type"],
+            "rope.scaling.factor": float(scaling["factor"]),
+            "rope.scaling.original_context_length": scaling.get("original_max_position_embeddings", config.block_size),
+            "rope.scaling.yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
+            "rope.scaling.yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
+            "rope.scaling.yarn_log_multiplier": 0.1 * float(scaling.get("mscale_all_dim", 0.0)),
+        }
+    return found

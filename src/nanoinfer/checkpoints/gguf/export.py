@@ -21,23 +21,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
-from nanoinfer.checkpoints.gguf import latent as gguf_latent
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     FREQUENCIES,
+    OF_HEADS,
     SHARED_GATE,
     STACKED,
     STACKED_BIASES,
+    describe,
+    rotary_divisors,
 )
-from nanoinfer.checkpoints.gguf.describe import describe_experts, describe_rotary, rotary_divisors
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
 from nanoinfer.checkpoints.gguf.formats import FORMATS
 from nanoinfer.checkpoints.gguf.quantize import QUANTIZERS, quantize
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
 from nanoinfer.checkpoints.weights import Weights, more_bits
-from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
@@ -123,7 +123,7 @@ def write_file(
     if (calibration := weights.calibration) is not None:
         metadata |= {"nanoinfer.calibration.sha256": calibration.sha256}
         metadata |= {"nanoinfer.calibration.tokens": calibration.num_tokens}
-    metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()}
+    metadata |= {f"{arch}.{key}": value for key, value in describe(config, arch).items()}
     header, starts, size = _header(metadata | dict(text), tensors, formats)
     try:
         with replacing(path) as file:
@@ -153,7 +153,7 @@ def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tup
         return config.experts.count, shape[0] // config.experts.count, shape[1]
     if name.endswith(STACKED_BIASES) and config.experts is not None:
         return config.experts.count, shape[0] // config.experts.count
-    if name.endswith(gguf_latent.OF_HEADS):
+    if name.endswith(OF_HEADS):
         return config.n_head, shape[0] // config.n_head, shape[1]
     return shape[1:] if name.endswith(SHARED_GATE) else shape
 
@@ -178,56 +178,6 @@ def _completed(config: ModelConfig, arch: str) -> ModelConfig:
     if arch in ("gpt2", "gptneox", "gpt-oss"):
         config = dataclasses.replace(config, bias=("qkv", "proj") if arch == "gpt-oss" else True)
     return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
-
-
-def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
-    """Return the keys of the architecture, without its prefix, from which gguf.py reads the config."""
-    epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rms" else "attention.layer_norm_epsilon"
-    found: dict[str, Value] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.block_size,
-        "embedding_length": config.n_embd,
-        "block_count": config.n_layer,
-        "feed_forward_length": config.mlp_dim,
-        "attention.head_count": config.n_head,
-        epsilon: float(config.norm_epsilon),
-    }
-    found |= describe_experts(config, arch) | describe_rotary(config, arch)
-    if config.latent is not None:
-        found |= gguf_latent.describe(config)
-    windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
-    if windowed.window is not None:
-        found["attention.sliding_window"] = windowed.window
-        if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
-            found["rope.freq_base_swa"] = float(windowed.rotary.base)
-        if arch in ("llama", "qwen2", "qwen3") and windowed.window < config.block_size:
-            log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
-    granite = {
-        "attention.scale": config.attention_scale,
-        "embedding_scale": config.embedding_scale,
-        "residual_scale": config.residual_scale,
-        "logit_scale": 1.0 / (config.final_scale or 1.0),
-    }
-    factors = {
-        "granite": granite,
-        "granitemoe": granite,
-        "gemma2": {
-            "attn_logit_softcapping": config.attention_softcap,
-            "final_logit_softcapping": config.logits_softcap,
-        },
-        "command-r": {"logit_scale": config.final_scale},
-        "cohere2": {"logit_scale": config.final_scale},
-    }
-    found |= {key: float(value) for key, value in factors.get(arch, {}).items() if value is not None}
-    if arch in ("exaone4", "olmo2", "qwen2", "qwen3") and windowed.window is not None:
-        found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
-    if arch in ("gptneox", "stablelm"):
-        found["use_parallel_residual"] = config.parallel_residual
-    if arch == "gemma4":
-        found |= gguf_gemma4.describe(config)
-    if config.activation == "gelu":
-        log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
-    return found
 
 
 def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.checkpoints.gguf.file import Value
-from nanoinfer.checkpoints.gguf.metadata import Metadata
+from nanoinfer.checkpoints.gguf.metadata import LAYER_TYPES, Metadata, Row
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.stored import StoredTensor, contiguous
 
 log = logging.getLogger("nanoinfer")
@@ -46,18 +45,24 @@ STILL = 1e30
 """What llama.cpp divides the frequencies of pairs by that do not turn."""
 
 
-def read(m: Metadata, num_layers: int) -> dict[str, Any]:
-    """Return the fields of config.json that other families lack."""
-    pattern = m.get(key := m.key("attention.sliding_window_pattern"))
-    if not (isinstance(pattern, list) and len(pattern) == num_layers and all(type(one) is bool for one in pattern)):
-        raise m.error(key, f"is not a list of {num_layers} booleans, one for each layer")
+ROWS = (
+    Row("attention.shared_kv_layers", "num_kv_shared_layers", int, default=0, low=0),
+    Row("attention.sliding_window", "sliding_window", int),
+    Row("embedding_length_per_layer_input", "hidden_size_per_layer_input", int, default=0, low=0),
+    Row("final_logit_softcapping", "final_logit_softcapping", default=None),
+)
+
+
+def read(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that other families lack; `shape` has those of all and of ROWS."""
+    num_layers, shared = shape["num_hidden_layers"], shape["num_kv_shared_layers"]
+    pattern = m.pattern(num_layers)
     widths = {}
     for kind in ("", "_swa"):
         widths[bool(kind)] = width = m.int_(f"attention.key_length{kind}")
         m.only(m.key(f"attention.value_length{kind}"), width)
         m.only(m.key(f"rope.dimension_count{kind}"), width)
     heads, mlps = m.ints("attention.head_count_kv", num_layers), m.ints("feed_forward_length", num_layers)
-    shared = m.integer(m.key("attention.shared_kv_layers"), 0, 0)
     wide = mlps[-1] == 2 * mlps[0] and 0 < shared < num_layers
     if mlps != [mlps[0] * (1 + (wide and i >= num_layers - shared)) for i in range(num_layers)]:
         raise m.error(m.key("feed_forward_length"), "is not supported: only layers without keys may be twice as wide")
@@ -67,21 +72,16 @@ def read(m: Metadata, num_layers: int) -> dict[str, Any]:
         mixture["num_experts"] = m.int_("expert_count")
         mixture["top_k_experts"] = m.int_("expert_used_count")
         mixture["moe_intermediate_size"] = m.int_("expert_feed_forward_length")
-    width = m.integer(m.key("embedding_length_per_layer_input"), 0, 0)
     return mixture | {
         "head_dim": widths[True],
         "num_key_value_heads": heads[pattern.index(True) if any(pattern) else 0],
         "per_layer_config": {
             str(i): {"head_dim": widths[local], "num_key_value_heads": heads[i]} for i, local in enumerate(pattern)
         },
-        "layer_types": [("full_attention", "sliding_attention")[local] for local in pattern],
-        "sliding_window": m.int_("attention.sliding_window"),
-        "num_kv_shared_layers": shared,
+        "layer_types": [LAYER_TYPES[local] for local in pattern],
+        "vocab_size_per_layer_input": shape["vocab_size"],
         "use_double_wide_mlp": wide,
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in m.tensors for i in own),
-        "attention_bias": "blk.0.attn_q.bias" in m.tensors,
-        "hidden_size_per_layer_input": width,
-        "final_logit_softcapping": m.float_("final_logit_softcapping", None),
         "rope_parameters": {
             "full_attention": _turning(m, widths[False]) | {"rope_theta": m.float_("rope.freq_base", 1e6)},
             "sliding_attention": {"rope_type": "default", "rope_theta": m.float_("rope.freq_base_swa", 1e4)},
@@ -129,17 +129,14 @@ def split(tensor: StoredTensor, num_experts: int, alternating: bool) -> list[Sto
     return [part for one in whole.equal_parts(num_experts) for part in one.alternate(2)]
 
 
-def describe(config: ModelConfig) -> dict[str, Value]:
-    """Return the keys from which `read` reads a model."""
-    fields, at = FAMILIES[config.family].write(config), [config.at(i) for i in range(config.n_layer)]
+def describe(config: ModelConfig, fields: dict[str, Any]) -> dict[str, Value]:
+    """Return the keys from which `read` reads a model; `fields` are those of config.json."""
+    at = [config.at(i) for i in range(config.n_layer)]
     ropes, width, local = fields["rope_parameters"], at[-1].head_dim, config.head_dim  # the last layer is global
     found: dict[str, Value] = {
         "feed_forward_length": _values([one.mlp_dim for one in at]),
         "attention.head_count_kv": _values([one.n_kv_head for one in at]),
-        "attention.shared_kv_layers": fields["num_kv_shared_layers"],
-        "attention.sliding_window": fields["sliding_window"],
         "attention.sliding_window_pattern": np.array([kind.window is not None for kind in config.layers]),
-        "embedding_length_per_layer_input": config.per_layer_dim,
         "rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
     }
     for kind, size in (("", width), ("_swa", local)):
@@ -150,8 +147,6 @@ def describe(config: ModelConfig) -> dict[str, Value]:
     first = config.n_layer - fields["num_kv_shared_layers"]
     if any(kind.kv_layer not in (None, first - (2 if kind.window else 1)) for kind in config.layers):
         log.warning("llama.cpp takes shared keys from the two layers before: it computes other logits, or none")
-    if config.logits_softcap is not None:
-        found["final_logit_softcapping"] = float(config.logits_softcap)
     return found
 
 

@@ -1,9 +1,15 @@
-"""The metadata of an architecture in a GGUF file: keys are checked as they are read, and all must be known."""
+"""The metadata of an architecture in a GGUF file: keys are checked as they are read, and all must be known.
+
+Scaled rotary positions and windows are fields of config.json here. Sources: llama.cpp, conversion/base.py and
+src/llama-context.cpp; Ollama, convert/convert_gptoss.go.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +47,26 @@ windows or a scaling that the model lacks, of parts that do not run."""
 _OF_EXPERTS = re.compile(r"expert_(?!used_count)\w+|interleave_moe_layer_step|moe_every_n_layers")
 """Keys that ask for nothing in a model without experts."""
 _MAX_LENGTH = 4096  # of a value: no architecture has more layers
+LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+"""Tensors with the divisors of longrope."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of the metadata that is a field of config.json: the same row reads and writes it."""
+
+    key: str
+    """Without the prefix of the architecture."""
+    field: str
+    kind: Callable[[Any], int | float | bool] = float
+    """int, float or bool."""
+    default: Any = ...
+    """Value of the field if the key is missing, or what computes it from the other fields; ...: it must be there."""
+    low: int = 1
+    """The least integer."""
+    omit: Any = None
+    """A value of the field that is not written."""
 
 
 class Metadata(Fields):
@@ -82,6 +108,26 @@ class Metadata(Fields):
         """Return a positive number."""
         return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
 
+    def row(self, row: Row, fields: Mapping[str, Any]) -> Any:
+        """Return the field of a row; `fields` are those that its default may need."""
+        name = self.key(row.key)
+        if row.default is ...:
+            self.required(name)
+        elif self.get(name) is None:
+            return row.default(fields) if callable(row.default) else row.default
+        if row.kind is bool:
+            return self.flag(name, False)
+        return self.integer(name, 1, row.low) if row.kind is int else self.number(name, 1.0)
+
+    def pattern(self, num_layers: int, default: int | None = None) -> list[bool]:
+        """Return which layers have a window: a list of the file, or all but every n-th layer."""
+        pattern = self.get(key := self.key("attention.sliding_window_pattern"), default)
+        if type(pattern) is int and pattern > 0:
+            pattern = [(i + 1) % pattern != 0 for i in range(num_layers)]
+        if not (isinstance(pattern, list) and len(pattern) == num_layers and all(type(one) is bool for one in pattern)):
+            raise self.error(key, f"is not a list of {num_layers} booleans, one for each layer, or a number")
+        return pattern
+
     def has_bias(self, name: str) -> bool:
         """Return whether a matrix of the first layer has a bias: "attn_q", also as a part of "attn_qkv"."""
         whole = "attn_qkv" if name == "attn_q" else name
@@ -105,3 +151,56 @@ class Metadata(Fields):
 
 def _is_one(value: object, numbers: tuple[float, ...]) -> bool:
     return type(value) in (int, float) and value in numbers
+
+
+def scaling(m: Metadata) -> dict[str, Any] | None:
+    """Return rope_scaling. llama.cpp stores Llama 3's as a divisor of each frequency, computed when converting."""
+    kind = m.get(m.key("rope.scaling.type"), "yarn" if m.arch == "gptoss" else "none")  # Ollama's gptoss has none
+    factor = m.float_("rope.scaling.factor", m.float_("rope.scale_linear", 1.0))
+    m.get(m.key("rope.scaling.finetuned"))
+    if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `architectures` reads them
+        m.get(m.key("rope.scaling.original_context_length"))
+        return None
+    m.only(m.key("rope.scaling.attn_factor"), 1.0)
+    if kind == "yarn":
+        return _yarn(m, factor)
+    if kind not in ("none", "linear"):
+        raise m.error(m.key("rope.scaling.type"), "is not supported: only none, linear and yarn are")
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+
+
+def _yarn(m: Metadata, factor: float | None) -> dict[str, Any]:
+    """Return rope_scaling of type yarn.
+
+    The range of pairs that it blends is not rounded to whole numbers in gpt-oss: as in the model, other than in
+    llama.cpp. In deepseek2, the multiplier is a tenth of DeepSeek's two `mscale`, which must be equal.
+    """
+    m.only(m.key("rope.scaling.yarn_ext_factor"), 1.0)
+    share = m.float_("rope.scaling.yarn_log_multiplier", None) or 0.0
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": m.int_("rope.scaling.original_context_length"),
+        "beta_fast": m.float_("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": m.float_("rope.scaling.yarn_beta_slow", 1.0),
+        "truncate": m.arch not in ("gpt-oss", "gptoss"),
+    }
+    if m.arch == "deepseek2":
+        return found | {"attention_factor": 1.0, "mscale_all_dim": round(share / 0.1, 6)}
+    if (attention := m.float_("rope.scaling.yarn_attn_factor", None)) is not None:
+        found["attention_factor"] = attention
+    return found | {"mscale": 1.0, "mscale_all_dim": share}
+
+
+def windows(m: Metadata, num_layers: int, step: int | None = None) -> dict[str, Any]:
+    """Return the fields of the layers' windows; an empty dict if no layer has one.
+
+    Args:
+        m: the metadata.
+        num_layers: number of layers.
+        step: every how many layers one has no window if the file does not say it; None: it must.
+    """
+    if "attention.sliding_window" not in m:
+        return {}
+    types = [LAYER_TYPES[local] for local in m.pattern(num_layers, step)]
+    return {"sliding_window": m.int_("attention.sliding_window"), "use_sliding_window": True, "layer_types": types}

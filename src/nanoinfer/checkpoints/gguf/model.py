@@ -19,7 +19,9 @@ from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
 from nanoinfer.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     FREQUENCIES,
+    JOINED_HEADS,
     LAYER,
+    OF_HEADS,
     SHARED_GATE,
     STACKED,
     STACKED_BIASES,
@@ -27,9 +29,7 @@ from nanoinfer.checkpoints.gguf.architectures import (
     Architecture,
 )
 from nanoinfer.checkpoints.gguf.file import BlockTensor, GGUFFile, Value, read_gguf
-from nanoinfer.checkpoints.gguf.latent import JOINED_HEADS, OF_HEADS
-from nanoinfer.checkpoints.gguf.metadata import Metadata
-from nanoinfer.checkpoints.gguf.rotary import LONG
+from nanoinfer.checkpoints.gguf.metadata import LONG, Metadata
 from nanoinfer.checkpoints.gguf.tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
@@ -112,7 +112,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) -> ModelConfig:
     with about(where):
         m = Metadata(file.metadata, arch, file.tensors)
-        fields = {"model_type": layout.family} | layout.fields(m)
+        fields = layout.read(m)
         m.only(m.key("attention.causal"), True)
         m.get(m.key("rope.dimension_count"))
         m.check_known()

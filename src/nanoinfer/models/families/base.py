@@ -1,7 +1,7 @@
 """What a family of models says: how its config.json is read and written, and the names of its tensors.
 
 A family is a constant in the file of its lineage, with a docstring, and a member of `FAMILIES` (__init__.py).
-docs/adding-a-family.md goes through one.
+docs/adding-a-family.md goes through one. The source of each is transformers, models/MODEL_TYPE (without "_text").
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Family:
         names: Mapping[str, str | tuple[str, ...]] | None = None,
         fixed: Mapping[str, Any] | None = None,
         *,
+        defaults: Mapping[str, Any] | None = None,
         without: tuple[str, ...] = (),
         **others: Any,
     ) -> Family:
@@ -121,6 +122,7 @@ class Family:
 
         Args:
             model_type, architecture, fields, names, fixed: as those of `Family`.
+            defaults: this one's fields of config.json -> the values that stand for missing ones.
             without: keys of this one's tables that the family does not have.
             others: the remaining fields of `Family`.
         """
@@ -128,7 +130,9 @@ class Family:
         def changed(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
             return {key: value for key, value in old.items() if key not in without} | dict(new or {})
 
-        tables = changed(self.fields, fields), changed(self.names, names), changed(self.fixed, fixed)
+        ours = dict(self._table())
+        changes = {theirs: (ours[theirs][0], value) for theirs, value in (defaults or {}).items()} | (fields or {})
+        tables = changed(self.fields, changes), changed(self.names, names), changed(self.fixed, fixed)
         return Family(model_type, architecture, *tables, **others)
 
     def read(self, f: Fields) -> ModelConfig:

@@ -13,11 +13,8 @@ from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA
 COHERE = LLAMA.derive(
     "cohere",
     "CohereForCausalLM",
-    {
-        "layer_norm_eps": ("norm_epsilon", 1e-5),
-        "logit_scale": ("final_scale", 0.0625),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-    },
+    {"layer_norm_eps": ("norm_epsilon", 1e-5), "logit_scale": ("final_scale", 0.0625)},
+    defaults={"tie_word_embeddings": True},
     fixed={"norm": "layer", "norm_placement": "shared", "parallel_residual": True},
     without=("head_dim", "rms_norm_eps", "ln_2"),
     biases=ATTENTION_BIAS,
@@ -26,8 +23,7 @@ COHERE = LLAMA.derive(
     order=interleaved,
 )
 """Command R: attention and MLP in parallel after one layer norm, a factor of the logits, adjacent dimensions rotated.
-
-Source: transformers, models/cohere."""
+"""
 
 
 def _read_cohere2(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -62,5 +58,4 @@ COHERE2 = COHERE.derive(
     write_layers=_write_cohere2,
     order=interleaved,
 )
-"""Command R7B: Command R whose every fourth layer is global and has no positions. Source: transformers,
-models/cohere2."""
+"""Command R7B: Command R whose every fourth layer is global and has no positions."""

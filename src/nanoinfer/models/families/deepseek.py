@@ -1,8 +1,7 @@
 """DeepSeek-V2 and V3, and what families with latent attention share.
 
 A file has one matrix kv_b for keys and values, which has the rows of the first head's key, those of its value, those of
-the next head's key. Ours are k_b, transposed for each head, and v_b (models/latent.py). Source: transformers,
-models/deepseek_v3.
+the next head's key. Ours are k_b, transposed for each head, and v_b (models/latent.py).
 """
 
 from __future__ import annotations
@@ -218,9 +217,7 @@ DEEPSEEK_V2 = LLAMA.derive(
     from_stored=from_stored,
     to_stored=to_stored,
 )
-"""DeepSeek-V2, V2-Lite and Coder-V2: latent attention, and experts that are chosen by a softmax, in groups or not.
-
-Source: transformers, models/deepseek_v2."""
+"""DeepSeek-V2, V2-Lite and Coder-V2: latent attention, and experts that are chosen by a softmax, in groups or not."""
 
 
 def _read_v3(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -259,5 +256,4 @@ DEEPSEEK_V3 = replace(
     write_layers=_write_v3,
 )
 """DeepSeek-V3, R1, Moonlight and GLM-4.7-Flash: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
-
-Source: transformers, models/deepseek_v3."""
+"""

@@ -19,18 +19,18 @@ from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
 GEMMA = LLAMA.derive(
     "gemma",
     "GemmaForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 16),
-        "head_dim": ("head_size", 256),
-        "hidden_act": ("activation", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
+    defaults={
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
     },
     fixed={"norm_weight": "one_plus"},
     biases=ATTENTION_BIAS,
     only={"use_bidirectional_attention": (False, None), "hidden_activation": (None, "gelu_pytorch_tanh")},
     read_layers=lambda f, config: rotated(f, config) | {"embedding_scale": config.n_embd**0.5},
 )
-"""Gemma: weights of norms added to 1, a scaled embedding, a gated MLP with GELU. Source: transformers, models/gemma."""
+"""Gemma: weights of norms added to 1, a scaled embedding, a gated MLP with GELU."""
 
 
 def _scales(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -58,7 +58,6 @@ GEMMA2 = GEMMA.derive(
     "Gemma2ForCausalLM",
     {
         **_SIZES,
-        "num_key_value_heads": ("num_kv_heads", 4),
         "hidden_activation": ("activation", "gelu_pytorch_tanh"),
         "attn_logit_softcapping": ("attention_softcap", 50.0),
         "final_logit_softcapping": ("logits_softcap", 30.0),
@@ -69,6 +68,7 @@ GEMMA2 = GEMMA.derive(
         "post_2": "post_feedforward_layernorm",
     },
     {"norm_placement": "both"},
+    defaults={"num_key_value_heads": 4},
     without=("hidden_act",),
     biases=ATTENTION_BIAS,
     only={"use_bidirectional_attention": (False, None), "hidden_act": ("gelu_pytorch_tanh",)},
@@ -76,8 +76,7 @@ GEMMA2 = GEMMA.derive(
     read_layers=_read_gemma2,
     write_layers=lambda config: window_fields(config) | _scalar_field(config),
 )
-"""Gemma 2: Gemma with norms on both sides, soft caps of scores and logits, and every second layer local. Source:
-transformers, models/gemma2."""
+"""Gemma 2: Gemma with norms on both sides, soft caps of scores and logits, and every second layer local."""
 
 
 def _read_gemma3(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -101,17 +100,15 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 GEMMA3 = GEMMA2.derive(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    {"attn_logit_softcapping": ("attention_softcap", None), "final_logit_softcapping": ("logits_softcap", None)},
-    QK_NORM,
-    {"qk_norm": "head"},
+    names=QK_NORM,
+    fixed={"qk_norm": "head"},
+    defaults={"attn_logit_softcapping": None, "final_logit_softcapping": None},
     biases=ATTENTION_BIAS,
     only={"use_bidirectional_attention": (False, None)},
     read_layers=_read_gemma3,
     write_layers=_write_gemma3,
 )
-"""Gemma 3, text only: norms on both sides, weights of norms added to 1, local and global layers, a scaled embedding.
-
-Source: transformers, models/gemma3."""
+"""Gemma 3, text only: norms on both sides, weights of norms added to 1, local and global layers, a scaled embedding."""
 
 _ROPES: dict[str, dict[str, Any]] = {  # transformers' default
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -180,13 +177,10 @@ def _write_gemma4(config: ModelConfig) -> dict[str, Any]:
 GEMMA4 = GEMMA3.derive(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    {
-        "num_hidden_layers": ("n_layer", 30),
-        "vocab_size": ("vocab_size", 262144),
-        "hidden_size_per_layer_input": ("per_layer_dim", 256),
-    },
+    {"hidden_size_per_layer_input": ("per_layer_dim", 256)},
     _NAMES,
     {"norm_weight": "plain", "attention_scale": 1.0},
+    defaults={"num_hidden_layers": 30, "vocab_size": 262144},
     without=("attn_logit_softcapping",),
     biases=ATTENTION_BIAS,
     only={"use_bidirectional_attention": (None, "vision")},
@@ -198,4 +192,4 @@ GEMMA4 = GEMMA3.derive(
 )
 """Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 
-Source: transformers, models/gemma4, whose last layer is global whatever the config says."""
+The last layer is global whatever the config says."""

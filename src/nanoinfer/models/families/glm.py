@@ -13,19 +13,14 @@ from nanoinfer.models.families.phi import GATE_UP
 GLM = LLAMA.derive(
     "glm",
     "GlmForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 2),
-        "head_dim": ("head_size", 128),
-        "rms_norm_eps": ("norm_epsilon", 0.00000015625),
-    },
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 0.00000015625},
     biases={"attention_bias": (("qkv",), True)},
     read_layers=partial(rotated, share=("partial_rotary_factor", 0.5)),
     write_layers=partial_fields,
     order=interleaved,
     fused=GATE_UP,
 )
-"""GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs. Source: transformers,
-models/glm."""
+"""GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs."""
 
 GLM4 = replace(
     GLM,
@@ -34,5 +29,4 @@ GLM4 = replace(
     names={**GLM.names, "post_1": "post_self_attn_layernorm", "post_2": "post_mlp_layernorm"},
     fixed={**GLM.fixed, "norm_placement": "both"},
 )
-"""GLM-4 of 2025 (0414): norms on both sides, half of each head rotated, adjacent dimensions in pairs. Source:
-transformers, models/glm4."""
+"""GLM-4 of 2025 (0414): norms on both sides, half of each head rotated, adjacent dimensions in pairs."""

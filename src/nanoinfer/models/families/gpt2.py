@@ -51,7 +51,7 @@ GPT2 = Family(
     layer="transformer.h.{}.",
     transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
 )
-"""GPT-2. Matrices are stored as (in, out). Source: transformers, models/gpt2."""
+"""GPT-2. Matrices are stored as (in, out)."""
 
 
 def _read_opt(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -98,7 +98,7 @@ OPT = Family(
     layer="model.decoder.layers.{}.",
     first_row={"wpe": 2},
 )
-"""OPT: GPT-2 with ReLU, whose table of positions begins at its third row. Source: transformers, models/opt."""
+"""OPT: GPT-2 with ReLU, whose table of positions begins at its third row."""
 
 
 def _read_gptj(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -115,21 +115,21 @@ def _write_gptj(config: ModelConfig) -> dict[str, Any]:
 GPTJ = GPT2.derive(
     "gptj",
     "GPTJForCausalLM",
-    {
-        "vocab_size": ("vocab_size", 50400),
-        "n_positions": ("block_size", 2048),
-        "n_embd": ("n_embd", 4096),
-        "n_layer": ("n_layer", 28),
-        "n_head": ("n_head", 16),
-        "tie_word_embeddings": ("tie_word_embeddings", False),
-    },
-    {
+    names={
         "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         "attn.c_proj": "attn.out_proj",
         "mlp.c_fc": "mlp.fc_in",
         "mlp.c_proj": "mlp.fc_out",
     },
-    {"learned_positions": False, "norm_placement": "shared", "parallel_residual": True, "head_bias": True},
+    fixed={"learned_positions": False, "norm_placement": "shared", "parallel_residual": True, "head_bias": True},
+    defaults={
+        "vocab_size": 50400,
+        "n_positions": 2048,
+        "n_embd": 4096,
+        "n_layer": 28,
+        "n_head": 16,
+        "tie_word_embeddings": False,
+    },
     without=("wpe", "ln_2"),
     biased=("norm", "mlp"),
     harmless=(*_HARMLESS, "rotary", "scale_attn_weights"),
@@ -138,9 +138,7 @@ GPTJ = GPT2.derive(
     layer=GPT2.layer,
     order=interleaved,
 )
-"""GPT-J: attention and MLP in parallel after one layer norm, adjacent dimensions rotated, a bias of the head.
-
-Source: transformers, models/gptj."""
+"""GPT-J: attention and MLP in parallel after one layer norm, adjacent dimensions rotated, a bias of the head."""
 
 
 def _write_neox(config: ModelConfig) -> dict[str, Any]:
@@ -164,11 +162,7 @@ def _order_neox(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
 GPT_NEOX = LLAMA.derive(
     "gpt_neox",
     "GPTNeoXForCausalLM",
-    {
-        "hidden_act": ("activation", "gelu"),
-        "layer_norm_eps": ("norm_epsilon", 1e-5),
-        "use_parallel_residual": ("parallel_residual", True),
-    },
+    {"layer_norm_eps": ("norm_epsilon", 1e-5), "use_parallel_residual": ("parallel_residual", True)},
     {
         "wte": "gpt_neox.embed_in",
         "ln_f": "gpt_neox.final_layer_norm",
@@ -180,6 +174,7 @@ GPT_NEOX = LLAMA.derive(
         "mlp.c_fc": "mlp.dense_h_to_4h",
         "mlp.c_proj": "mlp.dense_4h_to_h",
     },
+    defaults={"hidden_act": "gelu"},
     without=("num_key_value_heads", "head_dim", "rms_norm_eps", "mlp.c_gate", "norm", "gated_mlp"),
     biased=("norm", "mlp"),
     biases={"attention_bias": (("qkv", "proj"), True)},
@@ -191,4 +186,4 @@ GPT_NEOX = LLAMA.derive(
 )
 """GPT-NeoX and Pythia: rotary positions on a share of each head, attention and MLP in parallel.
 
-Queries, keys and values of one head are adjacent rows of one matrix. Source: transformers, models/gpt_neox."""
+Queries, keys and values of one head are adjacent rows of one matrix."""

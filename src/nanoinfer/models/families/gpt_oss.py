@@ -33,13 +33,9 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
 GPT_OSS = LLAMA.derive(
     "gpt_oss",
     "GptOssForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 8),
-        "head_dim": ("head_size", 64),
-        "rms_norm_eps": ("norm_epsilon", 1e-5),
-    },
-    experts.NAMES | {"attn.sinks": "self_attn.sinks", "mlp.router": "mlp.router"},
-    {"activation": "clamped_silu", "sinks": True},
+    names=experts.NAMES | {"attn.sinks": "self_attn.sinks", "mlp.router": "mlp.router"},
+    fixed={"activation": "clamped_silu", "sinks": True},
+    defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
     without=("intermediate_size", "hidden_act"),
     biases={"attention_bias": (("qkv", "proj"), True)},
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
@@ -52,4 +48,4 @@ GPT_OSS = LLAMA.derive(
 )
 """gpt-oss: experts with biases and a clamped gate, sinks in attention, windows in every other layer.
 
-Sources: transformers, models/gpt_oss; the model card (arXiv 2508.10925)."""
+Source, too: the model card (arXiv 2508.10925)."""

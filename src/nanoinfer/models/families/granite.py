@@ -32,8 +32,7 @@ GRANITE = LLAMA.derive(
     read_layers=_read_layers,
     write_layers=_write_layers,
 )
-"""Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits. Source: transformers,
-models/granite."""
+"""Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits."""
 
 _PARTS = experts.parts("block_sparse_moe.experts", "gate", "up", "down")  # of these the stored tensors are made
 _ROUTER = "block_sparse_moe.router.layer"
@@ -62,5 +61,4 @@ GRANITEMOE = GRANITE.derive(
     fused={"block_sparse_moe.input_linear": _PARTS[:2], "block_sparse_moe.output_linear": _PARTS[2:]},
     read_fused={"block_sparse_moe.router": (_ROUTER,)} | experts.stacked(_PARTS, "block_sparse_moe.experts"),
 )
-"""Granite 3 with experts: Granite's factors; the experts of a layer are two tensors. Source: transformers,
-models/granitemoe."""
+"""Granite 3 with experts: Granite's factors; the experts of a layer are two tensors."""

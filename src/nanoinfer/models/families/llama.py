@@ -48,17 +48,17 @@ LLAMA = Family(
     biases=BIASES,
     only={"pretraining_tp": (1, None)},
 )
-"""Llama 2 and 3.x, SmolLM, SmolLM2, TinyLlama. Source: transformers, models/llama."""
+"""Llama 2 and 3.x, SmolLM, SmolLM2, TinyLlama."""
 
 ARCEE = LLAMA.derive(
     "arcee",
     "ArceeForCausalLM",
-    {"hidden_act": ("activation", "relu2"), "rms_norm_eps": ("norm_epsilon", 1e-5)},
+    defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     fixed={"gated_mlp": False},
     without=("mlp.c_gate",),
     biases=BIASES,
 )
-"""Arcee (AFM): Llama whose MLP has squared ReLU and no gate. Source: transformers, models/arcee."""
+"""Arcee (AFM): Llama whose MLP has squared ReLU and no gate."""
 
 
 def _read_bitnet(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -69,50 +69,36 @@ def _read_bitnet(f: Fields, config: ModelConfig) -> dict[str, Any]:
 BITNET = LLAMA.derive(
     "bitnet",
     "BitNetForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 5),
-        "hidden_act": ("activation", "relu2"),
-        "rms_norm_eps": ("norm_epsilon", 1e-5),
-    },
-    {"attn.sub_norm": "self_attn.attn_sub_norm", "mlp.sub_norm": "mlp.ffn_sub_norm"},
-    {"sub_norms": True},
+    names={"attn.sub_norm": "self_attn.attn_sub_norm", "mlp.sub_norm": "mlp.ffn_sub_norm"},
+    fixed={"sub_norms": True},
+    defaults={"num_key_value_heads": 5, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
     without=("head_dim",),
     biases=ATTENTION_BIAS,
     read_layers=_read_bitnet,
 )
 """BitNet b1.58: Llama with norms inside attention and MLP, squared ReLU, and inputs of 8 bits if the config quantizes.
 
-What rounds the inputs is not of the family: `quantization_config` asks for it (hf_config.py). Source: transformers,
-models/bitnet."""
+What rounds the inputs is not of the family: `quantization_config` asks for it (hf_config.py)."""
 
 ERNIE4_5 = LLAMA.derive(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 2),
-        "head_dim": ("head_size", 128),
-        "rms_norm_eps": ("norm_epsilon", 1e-5),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-    },
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     biases={"use_bias": (("qkv", "proj", "mlp"), False)},
     read_layers=partial(rotated, theta=500000.0),
     order=interleaved,
 )
-"""ERNIE 4.5 (dense): Llama that rotates adjacent dimensions. Source: transformers, models/ernie4_5."""
+"""ERNIE 4.5 (dense): Llama that rotates adjacent dimensions."""
 
 HELIUM = LLAMA.derive(
     "helium",
     "HeliumForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 20),
-        "head_dim": ("head_size", 128),
-        "rms_norm_eps": ("norm_epsilon", 1e-8),
-    },
+    defaults={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
     biases={"attention_bias": (("qkv",), False), "mlp_bias": (("mlp",), False)},
     read_layers=partial(rotated, theta=100000.0),
     order=interleaved,
 )
-"""Helium: Llama that rotates adjacent dimensions. Source: transformers, models/helium."""
+"""Helium: Llama that rotates adjacent dimensions."""
 
 
 def _halves_swapped(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
@@ -124,15 +110,16 @@ def _halves_swapped(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
 NANOCHAT = LLAMA.derive(
     "nanochat",
     "NanoChatForCausalLM",
-    {"hidden_act": ("activation", "relu2"), "final_logit_softcapping": ("logits_softcap", 15.0)},
+    {"final_logit_softcapping": ("logits_softcap", 15.0)},
     {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
     {"gated_mlp": False, "norm_weight": "none", "embedding_norm": True, "qk_norm": "head"},
+    defaults={"hidden_act": "relu2"},
     without=("head_dim", "mlp.c_gate"),
     biases=ATTENTION_BIAS,
     harmless=("head_dim",),
     order=_halves_swapped,
 )
-"""nanochat: norms without weights, squared ReLU, a soft cap of the logits. Source: transformers, models/nanochat.
+"""nanochat: norms without weights, squared ReLU, a soft cap of the logits.
 
 nanochat rotates in the other direction: (a, b) becomes (a cos + b sin, b cos - a sin). Swapping the halves of each head
 of queries and keys makes that the usual rotation, and does not change the scores.
@@ -141,7 +128,7 @@ of queries and keys makes that the usual rotation, and does not change the score
 SEED_OSS = LLAMA.derive(
     "seed_oss",
     "SeedOssForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 8), "head_dim": ("head_size", 128)},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     biases={
         "attention_bias": (("qkv",), True),
         "attention_out_bias": (("proj",), False),
@@ -150,7 +137,7 @@ SEED_OSS = LLAMA.derive(
     only={"pretraining_tp": (1, None)},
     harmless=("residual_dropout",),
 )
-"""Seed-OSS: Llama with biases on queries, keys and values. Source: transformers, models/seed_oss."""
+"""Seed-OSS: Llama with biases on queries, keys and values."""
 
 
 def _read_smollm3(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -175,12 +162,12 @@ def _write_smollm3(config: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = LLAMA.derive(
     "smollm3",
     "SmolLM3ForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 4), "tie_word_embeddings": ("tie_word_embeddings", True)},
+    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
     biases=BIASES,
     read_layers=_read_smollm3,
     write_layers=_write_smollm3,
 )
-"""SmolLM3: Llama whose every fourth layer has no positions. Source: transformers, models/smollm3."""
+"""SmolLM3: Llama whose every fourth layer has no positions."""
 
 
 def _read_stablelm(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -191,11 +178,8 @@ def _read_stablelm(f: Fields, config: ModelConfig) -> dict[str, Any]:
 STABLELM = LLAMA.derive(
     "stablelm",
     "StableLmForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 32),
-        "layer_norm_eps": ("norm_epsilon", 1e-5),
-        "use_parallel_residual": ("parallel_residual", False),
-    },
+    {"layer_norm_eps": ("norm_epsilon", 1e-5), "use_parallel_residual": ("parallel_residual", False)},
+    defaults={"num_key_value_heads": 32},
     without=("head_dim", "rms_norm_eps", "norm"),
     biased=("norm",),
     biases={"use_qkv_bias": (("qkv",), False)},
@@ -204,5 +188,4 @@ STABLELM = LLAMA.derive(
     read_layers=_read_stablelm,
     write_layers=partial_fields,
 )
-"""StableLM: layer norms, a gated MLP, rotary positions on a share of each head. Source: transformers,
-models/stablelm."""
+"""StableLM: layer norms, a gated MLP, rotary positions on a share of each head."""

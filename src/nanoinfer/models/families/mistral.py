@@ -23,11 +23,11 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
 MISTRAL = LLAMA.derive(
     "mistral",
     "MistralForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 8)},
+    defaults={"num_key_value_heads": 8},
     read_layers=_read_layers,
     write_layers=_write_layers,
 )
-"""Mistral 7B and models of its shape: Llama with a window. Source: transformers, models/mistral."""
+"""Mistral 7B and models of its shape: Llama with a window."""
 
 
 def _read_ministral(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _read_ministral(f: Fields, config: ModelConfig) -> dict[str, Any]:
 
 
 MINISTRAL = MISTRAL.derive("ministral", "MinistralForCausalLM", read_layers=_read_ministral, write_layers=window_fields)
-"""Ministral 8B: Mistral whose layers may differ in their windows. Source: transformers, models/ministral."""
+"""Ministral 8B: Mistral whose layers may differ in their windows."""
 
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
@@ -53,12 +53,11 @@ def _read_ministral3(f: Fields, config: ModelConfig) -> dict[str, Any]:
 MINISTRAL3 = MISTRAL.derive(
     "ministral3",
     "Ministral3ForCausalLM",
-    {"head_dim": ("head_size", 128), "rms_norm_eps": ("norm_epsilon", 1e-5)},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     read_layers=_read_ministral3,
     write_layers=_write_layers,
 )
-"""Ministral 3: Mistral with positions scaled by yarn, and queries that grow with the position. Source: transformers,
-models/ministral3."""
+"""Ministral 3: Mistral with positions scaled by yarn, and queries that grow with the position."""
 
 _PARTS = experts.parts("block_sparse_moe.experts", "w1", "w3", "w2")
 
@@ -77,26 +76,22 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 MIXTRAL = MISTRAL.derive(
     "mixtral",
     "MixtralForCausalLM",
-    {"rms_norm_eps": ("norm_epsilon", 1e-5)},
-    experts.names("block_sparse_moe.gate", _PARTS),
+    names=experts.names("block_sparse_moe.gate", _PARTS),
+    defaults={"rms_norm_eps": 1e-5},
     without=("intermediate_size",),
     harmless=experts.HARMLESS,
     read_layers=_read_mixtral,
     write_layers=_write_mixtral,
     read_fused={"mlp.gate": ("block_sparse_moe.gate",)} | experts.stacked(_PARTS),
 )
-"""Mixtral: Mistral with experts. Source: transformers, models/mixtral."""
+"""Mixtral: Mistral with experts."""
 
 STARCODER2 = MISTRAL.derive(
     "starcoder2",
     "Starcoder2ForCausalLM",
-    {
-        "num_key_value_heads": ("num_kv_heads", 2),
-        "hidden_act": ("activation", "gelu_pytorch_tanh"),
-        "norm_epsilon": ("norm_epsilon", 1e-5),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-    },
+    {"norm_epsilon": ("norm_epsilon", 1e-5)},
     {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"},
+    defaults={"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     without=("head_dim", "rms_norm_eps", "mlp.c_gate", "norm", "gated_mlp"),
     biased=("norm",),
     biases={"use_bias": (("qkv", "proj", "mlp"), True)},
@@ -104,4 +99,4 @@ STARCODER2 = MISTRAL.derive(
     read_layers=partial(_read_layers, default=None),
     write_layers=_write_layers,
 )
-"""StarCoder2: layer norms, biases, rotary positions, an MLP without gate. Source: transformers, models/starcoder2."""
+"""StarCoder2: layer norms, biases, rotary positions, an MLP without gate."""

@@ -19,19 +19,18 @@ OLMO = LLAMA.derive(
     biases=ATTENTION_BIAS,
     only={"clip_qkv": (None,)},
 )
-"""OLMo: Llama with layer norms that have no weights. Source: transformers, models/olmo."""
+"""OLMo: Llama with layer norms that have no weights."""
 
 OLMO2 = LLAMA.derive(
     "olmo2",
     "Olmo2ForCausalLM",
-    {"rms_norm_eps": ("norm_epsilon", 1e-5)},
-    QK_NORM | {"post_1": "post_attention_layernorm", "post_2": "post_feedforward_layernorm"},
-    {"norm_placement": "after", "qk_norm": "whole"},
+    names=QK_NORM | {"post_1": "post_attention_layernorm", "post_2": "post_feedforward_layernorm"},
+    fixed={"norm_placement": "after", "qk_norm": "whole"},
+    defaults={"rms_norm_eps": 1e-5},
     without=("ln_1", "ln_2"),
     biases=ATTENTION_BIAS,
 )
-"""OLMo 2: norms after attention and MLP, and a norm of all heads' queries and keys. Source: transformers,
-models/olmo2."""
+"""OLMo 2: norms after attention and MLP, and a norm of all heads' queries and keys."""
 
 
 def _read_olmo3(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -57,8 +56,7 @@ def _write_olmo3(config: ModelConfig) -> dict[str, Any]:
 OLMO3 = replace(
     OLMO2, model_type="olmo3", architecture="Olmo3ForCausalLM", read_layers=_read_olmo3, write_layers=_write_olmo3
 )
-"""OLMo 3: OLMo 2 whose layers are local but for every fourth, which alone has scaled rotary positions. Source:
-transformers, models/olmo3."""
+"""OLMo 3: OLMo 2 whose layers are local but for every fourth, which alone has scaled rotary positions."""
 
 
 def _read_olmoe(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -75,9 +73,9 @@ def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
 OLMOE = LLAMA.derive(
     "olmoe",
     "OlmoeForCausalLM",
-    {"rms_norm_eps": ("norm_epsilon", 1e-5)},
-    QK_NORM | experts.NAMES,
-    {"qk_norm": "whole"},
+    names=QK_NORM | experts.NAMES,
+    fixed={"qk_norm": "whole"},
+    defaults={"rms_norm_eps": 1e-5},
     without=("intermediate_size",),
     biases=ATTENTION_BIAS,
     only={"clip_qkv": (None,)},
@@ -86,7 +84,7 @@ OLMOE = LLAMA.derive(
     write_layers=_write_olmoe,
     read_fused=experts.STACKED,
 )
-"""OLMoE: Llama with experts, and a norm of all heads' queries and keys. Source: transformers, models/olmoe."""
+"""OLMoE: Llama with experts, and a norm of all heads' queries and keys."""
 
 
 def _read_exaone4(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -103,10 +101,9 @@ def _read_exaone4(f: Fields, config: ModelConfig) -> dict[str, Any]:
 EXAONE4 = OLMO2.derive(
     "exaone4",
     "Exaone4ForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 32)},
+    defaults={"num_key_value_heads": 32},
     fixed={"qk_norm": "head"},
     read_layers=_read_exaone4,
     write_layers=window_fields,
 )
-"""EXAONE 4: norms after attention and MLP and of each head; with windows, global layers have no positions. Source:
-transformers, models/exaone4."""
+"""EXAONE 4: norms after attention and MLP and of each head; with windows, global layers have no positions."""

@@ -17,7 +17,7 @@ def _read_phi(f: Fields, config: ModelConfig) -> dict[str, Any]:
 PHI = LLAMA.derive(
     "phi",
     "PhiForCausalLM",
-    {"hidden_act": ("activation", "gelu_new"), "layer_norm_eps": ("norm_epsilon", 1e-5)},
+    {"layer_norm_eps": ("norm_epsilon", 1e-5)},
     {
         "ln_f": "model.final_layernorm",
         "attn.c_proj": "self_attn.dense",
@@ -27,6 +27,7 @@ PHI = LLAMA.derive(
         "mlp.c_proj": "mlp.fc2",
     },
     {"norm_placement": "shared", "parallel_residual": True, "head_bias": True},
+    defaults={"hidden_act": "gelu_new"},
     without=("head_dim", "rms_norm_eps", "ln_2", "mlp.c_gate", "norm", "gated_mlp"),
     biased=BIASES,
     harmless=("resid_pdrop", "embd_pdrop", "rotary_dim"),
@@ -34,8 +35,7 @@ PHI = LLAMA.derive(
     write_layers=lambda config: partial_fields(config) | {"qk_layernorm": config.qk_norm == "head"},
 )
 """Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one layer norm, biases everywhere, the head included.
-
-Source: transformers, models/phi."""
+"""
 
 GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 _CONTEXT = "original_max_position_embeddings"
@@ -56,8 +56,8 @@ def _write_phi3(config: ModelConfig) -> dict[str, Any]:
 PHI3 = LLAMA.derive(
     "phi3",
     "Phi3ForCausalLM",
-    {"rms_norm_eps": ("norm_epsilon", 1e-5)},
-    {"attn.c_attn": "self_attn.qkv_proj"},
+    names={"attn.c_attn": "self_attn.qkv_proj"},
+    defaults={"rms_norm_eps": 1e-5},
     without=("head_dim",),
     only={"attention_bias": (False,)},
     harmless=("resid_pdrop", "embd_pdrop"),
@@ -65,6 +65,4 @@ PHI3 = LLAMA.derive(
     write_layers=_write_phi3,
     fused=GATE_UP,
 )
-"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with joined matrices, and divisors of the frequencies for long contexts.
-
-Source: transformers, models/phi3."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with joined matrices, and divisors of the frequencies for long contexts."""

@@ -20,25 +20,25 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
 QWEN2 = LLAMA.derive(
     "qwen2",
     "Qwen2ForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 32)},
+    defaults={"num_key_value_heads": 32},
     biased=("qkv",),
     read_layers=_read_layers,
     write_layers=window_fields,
 )
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values. Source: transformers, models/qwen2."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
 
 QWEN3 = QWEN2.derive(
     "qwen3",
     "Qwen3ForCausalLM",
-    {"head_dim": ("head_size", 128)},
-    QK_NORM,
-    {"qk_norm": "head"},
+    names=QK_NORM,
+    fixed={"qk_norm": "head"},
+    defaults={"head_dim": 128},
     biases=ATTENTION_BIAS,
     only={"use_qk_norm": (True,)},
     read_layers=_read_layers,
     write_layers=window_fields,
 )
-"""Qwen3 (dense): Llama with a norm of each head's queries and keys. Source: transformers, models/qwen3."""
+"""Qwen3 (dense): Llama with a norm of each head's queries and keys."""
 
 
 def _read_qwen2_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -67,15 +67,15 @@ def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 QWEN2_MOE = LLAMA.derive(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 16)},
-    experts.NAMES | experts.shared("mlp.shared_expert") | {"mlp.shared_gate": "mlp.shared_expert_gate"},
+    names=experts.NAMES | experts.shared("mlp.shared_expert") | {"mlp.shared_gate": "mlp.shared_expert_gate"},
+    defaults={"num_key_value_heads": 16},
     biases={"qkv_bias": (("qkv",), True)},
     harmless=experts.HARMLESS,
     read_layers=_read_qwen2_moe,
     write_layers=_write_qwen2_moe,
     read_fused=experts.STACKED,
 )
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared expert. Source: transformers, models/qwen2_moe."""
+"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared expert."""
 
 
 def _read_qwen3_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 QWEN3_MOE = LLAMA.derive(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    {"num_key_value_heads": ("num_kv_heads", 4)},
-    QK_NORM | experts.NAMES,
-    {"qk_norm": "head"},
+    names=QK_NORM | experts.NAMES,
+    fixed={"qk_norm": "head"},
+    defaults={"num_key_value_heads": 4},
     biases=ATTENTION_BIAS,
     only={"use_qk_norm": (True,)},
     harmless=experts.HARMLESS,
@@ -105,4 +105,4 @@ QWEN3_MOE = LLAMA.derive(
     write_layers=_write_qwen3_moe,
     read_fused=experts.STACKED,
 )
-"""Qwen3-MoE: Qwen3 with experts in some layers or all. Source: transformers, models/qwen3_moe."""
+"""Qwen3-MoE: Qwen3 with experts in some layers or all."""
