@@ -37,8 +37,7 @@ from gpu_rows import LIMIT_SEC, Rows, run_command, run_until_done  # noqa: E402
 from gpu_targets import judge  # noqa: E402
 
 from nanoinfer.bench import machine, results  # noqa: E402
-from nanoinfer.bench.case import Case  # noqa: E402
-from nanoinfer.bench.row import Row  # noqa: E402
+from nanoinfer.bench.case import Case, Row  # noqa: E402
 from nanoinfer.bench.suites import SUITES  # noqa: E402
 from nanoinfer.engines.devices import free_memory  # noqa: E402
 from nanoinfer.errors import NanoinferError  # noqa: E402

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoinfer.bench.row import Row
+from nanoinfer.bench.case import Row
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import slot_tokens

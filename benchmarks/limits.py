@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nanoinfer.bench.case import Row
 from nanoinfer.bench.results import Results, read
-from nanoinfer.bench.row import Row
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
@@ -46,8 +46,10 @@ def share(row: Row, batch: int, prompt_tokens: int, ceiling: Ceiling) -> float:
     if batch > 1:
         flops = (row.flops_per_token or 0.0) * decode_speed(row)
     else:
-        cost = arithmetic.prefill(find_shape(row.case.model), fmt, causal=True)
-        flops = cost.model.flops(1, prompt_tokens) * prompt_speed(row)
+        whole = arithmetic.prefill(find_shape(row.case.model), fmt).model.flops  # with all N x N scores
+        scores = sum(coefficient for _, n, _, coefficient in whole.terms if n == 2)
+        masked = scores * (prompt_tokens**2 - prompt_tokens) // 2
+        flops = (whole(1, prompt_tokens) - masked) * prompt_speed(row)
     return 100 * flops / ceiling.throughput(fmt)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from nanoinfer.bench.case import Row
 from nanoinfer.bench.results import read
-from nanoinfer.bench.row import Row
 
 DEFAULT = Path(__file__).parent.parent / "docs" / "results" / "peers.json"
 DECODE, FIRST, OUTPUT = "decode_tokens_per_sec", "ttft_sec", "output_tokens_per_sec"

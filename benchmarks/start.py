@@ -99,8 +99,8 @@ _EXPORT = """
 import sys
 from pathlib import Path
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.peers.ctranslate2 import CTranslate2
-from nanoinfer.bench.peers.llamacpp import LlamaCpp
+from nanoinfer.bench.backends.ctranslate2 import CTranslate2
+from nanoinfer.bench.backends.llamacpp import LlamaCpp
 backend, quantization, folder = sys.argv[1:]
 adapter = {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}[backend]
 print(adapter.export(Case(backend, folder, quantization=quantization or None), Path(folder)))

@@ -30,6 +30,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from gpu_rows import captured, measure, microseconds, parser
+from gpu_steps import estimate
 from sampler import make_rows
 from torch import Tensor
 
@@ -46,12 +47,11 @@ from nanoinfer.kernels.triton.quantize import dense, dequantize, pack_int4, pack
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.profiling.verify_cost import verify_ratio
+from nanoinfer.profiling.checks import verify_ratio
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline import measure as roofline_measure
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.gpu_steps import estimate
 from nanoinfer.sampling.triton import TritonSampler
 
 Row = dict[str, Any]

@@ -16,8 +16,7 @@ import torch
 
 import tokenizers as hf
 from nanoinfer.bench import results
-from nanoinfer.bench.case import Case
-from nanoinfer.bench.row import Row
+from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.stats import Figures
 from nanoinfer.checkpoints import huggingface, nanochat
 from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of

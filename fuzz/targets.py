@@ -71,8 +71,7 @@ from nanoinfer.speculative import draft_head
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.training import loop
-from nanoinfer.training.run import TrainRun
-from nanoinfer.training.state import STATE
+from nanoinfer.training.run import STATE, TrainRun
 from nanoinfer.training.train_config import TrainConfig
 
 

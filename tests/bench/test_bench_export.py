@@ -11,10 +11,9 @@ import pytest
 
 from helpers.errors import refuses
 from helpers.models import make_folder
-from nanoinfer.bench.backends import prepare
+from nanoinfer.bench.backends import export_once, prepare
+from nanoinfer.bench.backends.llamacpp import QUANT_BLOCK, export_gguf
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.peers import export_once
-from nanoinfer.bench.peers.llamacpp import QUANT_BLOCK, export_gguf
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
@@ -74,7 +73,7 @@ def test_backends_that_load_the_folder_itself_need_no_export(small: Path) -> Non
 @pytest.mark.parametrize("compute_type", ["float32", "bfloat16", "int8"])
 def test_ctranslate2_folder(small: Path, compute_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ctranslate2", reason=CTRANSLATE2)
-    monkeypatch.setattr("nanoinfer.bench.peers.ctranslate2.compute_type", lambda case: compute_type)
+    monkeypatch.setattr("nanoinfer.bench.backends.ctranslate2.compute_type", lambda case: compute_type)
     folder = prepare(Case("ctranslate2", str(small)), small)
     assert folder is not None
     assert {"model.bin", "config.json", "vocabulary.json"} <= names(folder)

@@ -21,12 +21,11 @@ import torch
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM
-from nanoinfer.bench import machine, process, prompts, results, worker
+from nanoinfer.bench import machine, model_folders, process, results, worker
 from nanoinfer.bench import run as running
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
@@ -34,9 +33,8 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.profiling import launches
-from nanoinfer.profiling.logits_check import require_close
-from nanoinfer.profiling.verify_cost import verify_ratio
+from nanoinfer.profiling import profiler
+from nanoinfer.profiling.checks import require_close, verify_ratio
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.measure import Workload, measure
@@ -70,14 +68,14 @@ def two_steps() -> Iterator[SimpleNamespace]:
 
 
 def test_kernels_and_launches_of_a_step() -> None:
-    made = launches.count(list(two_steps()), num_steps=2, n_layer=3)
-    assert made == launches.Launches(kernels_per_step=7.0, kernels_per_layer=2, launches_per_step=2.0)
+    made = profiler.count(list(two_steps()), num_steps=2, n_layer=3)
+    assert made == profiler.Launches(kernels_per_step=7.0, kernels_per_layer=2, launches_per_step=2.0)
 
 
 def test_kernels_that_nobody_saw_are_unknown_and_not_zero() -> None:
     hidden = [e for e in two_steps() if e.device_type.name == "CPU"]
-    assert launches.count(hidden, 2, 3) is None
-    assert launches.count([], 0, 3) is None
+    assert profiler.count(hidden, 2, 3) is None
+    assert profiler.count([], 0, 3) is None
 
 
 @pytest.mark.parametrize(
@@ -96,19 +94,19 @@ def test_kernels_that_nobody_saw_are_unknown_and_not_zero() -> None:
     ],
 )
 def test_what_is_a_launch(name: str, counts: bool) -> None:
-    assert launches.is_launch(event(name, "CPU")) is counts
-    assert not launches.is_launch(event(name, "CUDA"))
+    assert profiler.is_launch(event(name, "CPU")) is counts
+    assert not profiler.is_launch(event(name, "CUDA"))
 
 
 def test_a_cpu_launches_no_kernels(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), engine="static", device="cpu")
-    refuses(lambda: launches.measure_launches(llm), "device='cpu' launches no kernels")
+    refuses(lambda: profiler.measure_launches(llm), "device='cpu' launches no kernels")
 
 
 @pytest.mark.gpu
 @GPU
 def test_launches_are_counted_on_a_gpu(tiny_folder: Path) -> None:
-    made = launches.measure_launches(LLM(str(tiny_folder), engine="static", device="cuda"), batch=2, prompt_tokens=4)
+    made = profiler.measure_launches(LLM(str(tiny_folder), engine="static", device="cuda"), batch=2, prompt_tokens=4)
     assert made.kernels_per_layer >= 4
     assert made.kernels_per_step >= TINY.n_layer * made.kernels_per_layer + 1
     assert made.launches_per_step >= 0.9 * made.kernels_per_step  # no graphs: one each
@@ -256,7 +254,7 @@ def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_fold
 
     monkeypatch.setattr("nanoinfer.entrypoints.llm.LLM", stop)
     with pytest.raises(Seen, match="shakespeare on cpu"):
-        prompts.write(tmp_path, "wide:shakespeare:gpt2", None)
+        model_folders.write_passages(tmp_path, "wide:shakespeare:gpt2", None)
 
 
 def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:

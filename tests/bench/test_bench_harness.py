@@ -22,11 +22,10 @@ from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.model_folders import temporary_folder
 from nanoinfer.bench.process import WorkerProcess
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.engines.registry import ENGINES

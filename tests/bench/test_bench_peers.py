@@ -11,9 +11,8 @@ from torch import Tensor
 
 from helpers.errors import refuses
 from helpers.models import make_folder
-from nanoinfer.bench.backends import PEERS, open_backend
+from nanoinfer.bench.backends import PEERS, open_backend, require_module
 from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.peers import require_module
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.presets import PRESETS

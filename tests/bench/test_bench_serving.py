@@ -13,13 +13,12 @@ from rich.console import Console
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer.bench import results, table
-from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
-from nanoinfer.bench.case import Case, make_requests
-from nanoinfer.bench.peers import require_case
+from nanoinfer.bench.backends import require_case
+from nanoinfer.bench.backends.engines import EngineBackend
+from nanoinfer.bench.case import Case, Row, make_requests
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.report.panels import panels
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
@@ -73,12 +72,12 @@ def test_a_quick_run_is_small_and_has_every_kind_of_row() -> None:
 def test_a_late_request_runs_beside_the_others_and_is_not_timed(folder: Path) -> None:
     case = Case("native", "m", batch=4, prompt_tokens=100, output_tokens=12, workload="arrival")
     work = make_requests(case, 30)
-    tokens, times = NanoinferBackend(case, folder).run(work)
+    tokens, times = EngineBackend(case, folder).run(work)
     assert [len(t) for t in tokens] == work.output_tokens == [12, 12, 12, 1]
     assert [len(a) for a in times.arrivals] == [12, 12, 12]
     assert times.num_prompt_tokens == 3 * 32
     small = replace(case, max_num_batched_tokens=16)
-    assert NanoinferBackend(small, folder).run(work)[0] == tokens
+    assert EngineBackend(small, folder).run(work)[0] == tokens
 
 
 def test_the_late_request_arrives_at_the_last_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +85,7 @@ def test_the_late_request_arrives_at_the_last_first_token(folder: Path, monkeypa
     case = Case(
         "native", "m", batch=3, prompt_tokens=100, output_tokens=8, workload="arrival", max_num_batched_tokens=40
     )
-    backend, sizes = NanoinferBackend(case, folder), []
+    backend, sizes = EngineBackend(case, folder), []
     extend = backend._llm.engine.extend
     monkeypatch.setattr(
         backend._llm.engine, "extend", lambda batch: (sizes.append(len(batch.token_ids)), extend(batch))[1]
@@ -100,7 +99,7 @@ def test_the_late_request_arrives_at_the_last_first_token(folder: Path, monkeypa
 
 def test_rounds_with_a_prefix_cache_begin_without_prefixes(folder: Path) -> None:
     case = Case("native", "m", batch=4, prompt_tokens=60, output_tokens=3, workload="prefix", prefix_caching=True)
-    backend, work = NanoinferBackend(case, folder), make_requests(case, 30, seed=1)
+    backend, work = EngineBackend(case, folder), make_requests(case, 30, seed=1)
     stats = backend._llm.core.scheduler.stats
     tokens, shared = [], []
     for _ in range(2):
@@ -108,7 +107,7 @@ def test_rounds_with_a_prefix_cache_begin_without_prefixes(folder: Path) -> None
         tokens.append(backend.run(work)[0])
         shared.append(stats.num_shared_tokens - before)
     assert shared == [3 * 40, 3 * 40]
-    plain = NanoinferBackend(case.plain, folder)
+    plain = EngineBackend(case.plain, folder)
     assert tokens == [plain.run(work)[0]] * 2
     assert plain._llm.core.scheduler.stats.num_shared_tokens == 0
 

@@ -10,11 +10,10 @@ import pytest
 
 from helpers.errors import refuses
 from helpers.models import CHARS
-from nanoinfer.bench import prompts
-from nanoinfer.bench.backends.nanoinfer import _spread
-from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.bench import model_folders
+from nanoinfer.bench.backends.engines import _spread
+from nanoinfer.bench.case import Case, Row, cut_prompt, make_requests, repeat_prompt
 from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
@@ -29,8 +28,8 @@ PLAIN = Case("native", "m", quantization="int8", workload="text", prompt_tokens=
 
 def test_prompts_are_cut_or_repeated_with_edits() -> None:
     text = [list(range(100, 200)), list(range(300, 400))]
-    assert prompts.cut_prompt(text, 3, 5) == [300, 301, 302, 303, 304]
-    made = prompts.repeat_prompt(text, 0, 35)
+    assert cut_prompt(text, 3, 5) == [300, 301, 302, 303, 304]
+    made = repeat_prompt(text, 0, 35)
     assert len(made) == 35
     assert made[:20] == list(range(100, 120))
     assert made[20:34] == list(range(100, 114))  # said before
@@ -45,18 +44,18 @@ def test_prompts_are_cut_or_repeated_with_edits() -> None:
 def test_passages_of_a_file_and_of_the_model_itself(tiny_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(CHARS * 20)
-    prompts.write(tmp_path, str(tiny_folder), text)
-    read = prompts.read(tmp_path)
-    assert len(read) == prompts.NUM_PASSAGES
+    model_folders.write_passages(tmp_path, str(tiny_folder), text)
+    read = model_folders.read_passages(tmp_path)
+    assert len(read) == model_folders.NUM_PASSAGES
     for p in read:
-        assert [(b - a) % len(CHARS) for a, b in pairwise(p)] == [1] * (prompts.PASSAGE_TOKENS - 1)
-    prompts.write(tmp_path, str(tiny_folder), None)
-    assert {len(p) for p in prompts.read(tmp_path)} == {prompts.PASSAGE_TOKENS}
-    assert prompts.read(tmp_path / "nowhere") == ()
+        assert [(b - a) % len(CHARS) for a, b in pairwise(p)] == [1] * (model_folders.PASSAGE_TOKENS - 1)
+    model_folders.write_passages(tmp_path, str(tiny_folder), None)
+    assert {len(p) for p in model_folders.read_passages(tmp_path)} == {model_folders.PASSAGE_TOKENS}
+    assert model_folders.read_passages(tmp_path / "nowhere") == ()
     text.write_text("short")
-    refuses(lambda: prompts.write(tmp_path, str(tiny_folder), text), "5 tokens", "give 512 or more")
+    refuses(lambda: model_folders.write_passages(tmp_path, str(tiny_folder), text), "5 tokens", "give 512 or more")
     text.write_bytes(b"\xff")
-    refuses(lambda: prompts.write(tmp_path, str(tiny_folder), text), "UTF-8")
+    refuses(lambda: model_folders.write_passages(tmp_path, str(tiny_folder), text), "UTF-8")
 
 
 def test_a_burst_arrives_evenly_since_the_last_token() -> None:

@@ -13,10 +13,9 @@ import pytest
 from helpers.errors import refuses
 from helpers.models import TINY
 from nanoinfer.bench import results
-from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.bench.case import Case, Row, make_requests
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling

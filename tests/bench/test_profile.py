@@ -28,9 +28,8 @@ from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
-from nanoinfer.profiling import recording
 from nanoinfer.profiling.profiler import breakdown_percent, profile
-from nanoinfer.profiling.spans import PARTS, Clock, attached
+from nanoinfer.profiling.spans import PARTS, Spans, attached
 from nanoinfer.utils.environment import waited_seconds
 
 Run = Callable[..., tuple[int, str, str]]
@@ -197,7 +196,7 @@ def test_trace_is_json_with_the_spans(llm: LLM, tmp_path: Path) -> None:
 
 def test_time_belongs_to_the_innermost_span() -> None:
     ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
-    clock = Clock(lambda: next(ticks))
+    clock = Spans(lambda: next(ticks))
     clock.enter("a")  # 0 to 1, 3 to 6, 10 to 15
     clock.enter("b")
     clock.leave()
@@ -209,14 +208,14 @@ def test_time_belongs_to_the_innermost_span() -> None:
 
 
 def test_only_the_parts_asked_for_get_spans(llm: LLM) -> None:
-    clock = Clock()
+    clock = Spans()
     with attached(llm.core, clock, ("matrix products",)):
         llm.generate("Go", PARAMS)
     assert set(clock.calls) == {"matrix products", "rest of the engine", "sampling"}
 
 
 def test_the_observer_sees_every_step_of_the_engine_and_the_sampler(llm: LLM) -> None:
-    clock = Clock()
+    clock = Spans()
     with attached(llm.core, clock):
         llm.generate(["Go", "To be"], PARAMS)
     assert clock.calls["rest of the engine"] == clock.calls["sampling"] == 6
@@ -246,7 +245,7 @@ def test_a_profile_says_that_its_threads_waited_for_cores(
     run: Run, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None
 ) -> None:
     times = itertools.cycle([5.0, 5.0 + (waited or 0.0)])  # before and after each run
-    monkeypatch.setattr(recording, "waited_seconds", lambda: None if waited is None else next(times))
+    monkeypatch.setattr(module, "waited_seconds", lambda: None if waited is None else next(times))
     arguments = ("Go", "-m", tiny_folder, "--engine", "static", "--device", "cpu", "--max-tokens", 6)
     code, out, _ = run(*arguments)
     said = "threads waited 1,000.00 s for a core" in " ".join(out.split())

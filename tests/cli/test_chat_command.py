@@ -23,7 +23,7 @@ from helpers.errors import check_messages
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
-from nanoinfer.cli.chat_input import messages
+from nanoinfer.cli.chat import messages
 from nanoinfer.cli.terminal import visible
 
 Call = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,7 @@ from helpers.models import make_folder
 from nanoinfer import SamplingParams
 from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help
-from nanoinfer.cli.decoding import StructuredFlags
+from nanoinfer.cli.generate import StructuredFlags
 from nanoinfer.cli.options import NO_FLAGS
 from nanoinfer.config import EngineConfig
 from nanoinfer.training.train_config import TrainConfig

@@ -22,8 +22,8 @@ from helpers.models import CHARS, TINY, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.cli.generate import split_lines
+from nanoinfer.cli.options import parse_size, unescape
 from nanoinfer.cli.terminal import finite_json
-from nanoinfer.cli.values import parse_size, unescape
 from nanoinfer.errors import ResultError
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from nanoinfer.tokenizers.tokenizer import char_to_json

@@ -136,7 +136,7 @@ sys.exit(run(["export", "shakespeare", sys.argv[1], "--format", "Q4_K_M"]))
 INTERRUPTED = """
 import os, signal, sys
 from nanoinfer.cli.app import run
-from nanoinfer.checkpoints import gguf_export
+from nanoinfer.checkpoints.gguf import export as gguf_export
 write = gguf_export._write
 def interrupted(*arguments):
     write(*arguments)

@@ -14,7 +14,7 @@ import pytest
 from helpers.cli import Run
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
-from nanoinfer.bench import prompts
+from nanoinfer.bench import model_folders
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.tokenizers.tokenizer import from_file
 from nanoinfer.training import data
@@ -63,9 +63,9 @@ def test_every_way_in_gives_the_same_tokens(
 
     long = tmp_path / "long.txt"
     long.write_bytes(TEXT.encode() * 100)
-    prompts.write(tmp_path, str(folder), long)
-    start = random.Random(0).randrange(100 * len(ids) - prompts.PASSAGE_TOKENS)
-    assert list(prompts.read(tmp_path)[0]) == (ids * 100)[start : start + prompts.PASSAGE_TOKENS]
+    model_folders.write_passages(tmp_path, str(folder), long)
+    start = random.Random(0).randrange(100 * len(ids) - model_folders.PASSAGE_TOKENS)
+    assert list(model_folders.read_passages(tmp_path)[0]) == (ids * 100)[start : start + model_folders.PASSAGE_TOKENS]
 
 
 def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Pa
         assert str(bad) in err
     for path in (bad, tmp_path, tmp_path / "none"):
         refuses(lambda p=path: data.read_texts([str(p)]), str(path))  # type: ignore[misc]
-        refuses(lambda p=path: prompts.write(tmp_path, str(folder), p), str(path))  # type: ignore[misc]
+        refuses(lambda p=path: model_folders.write_passages(tmp_path, str(folder), p), str(path))  # type: ignore[misc]

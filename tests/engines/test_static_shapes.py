@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import runpy
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers.engines import naive_greedy, prompt
+from helpers.environment import ROOT
 from helpers.models import TINY, make_limits, make_model
 from helpers.overlap import TorchSampler
 from helpers.recorded import FakeRecorder
@@ -33,8 +35,8 @@ from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.roofline.gpu_steps import NUM_KERNELS
 
+NUM_KERNELS = runpy.run_path(str(ROOT / "benchmarks" / "gpu_steps.py"))["NUM_KERNELS"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

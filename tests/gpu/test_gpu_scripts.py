@@ -25,7 +25,7 @@ import gpu_rows
 import triton_kernels
 import triton_sampler
 
-from nanoinfer.roofline.devices import DEVICES
+from nanoinfer.roofline.measure import DEVICES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -49,8 +49,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton_kernels, "ROUNDS", 1)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr("nanoinfer.engines.cuda_graph.CudaRecorder", lambda device: FakeRecorder(fail_at=0))
-    monkeypatch.setattr("nanoinfer.profiling.verify_cost.ROUNDS", 1)
-    monkeypatch.setattr("nanoinfer.profiling.verify_cost.WARM_UPS", 0)
+    monkeypatch.setattr("nanoinfer.profiling.checks.ROUNDS", 1)
+    monkeypatch.setattr("nanoinfer.profiling.checks.WARM_UPS", 0)
     monkeypatch.setattr(triton_kernels, "ceiling", lambda device: DEVICES["h200"])
     triton_kernels.expected_logits.cache_clear()
     yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime import interpreter
 
 from helpers.engines import GREEDY, generate, naive_greedy, prompt
+from helpers.environment import ROOT
 from helpers.models import TINY, make_limits, make_model
 from helpers.overlap import make_core as make_torch_core
 from helpers.recorded import FakeRecorder
@@ -30,11 +32,11 @@ from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.step import begin
-from nanoinfer.roofline.gpu_steps import NUM_KERNELS
 from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 
+NUM_KERNELS = runpy.run_path(str(ROOT / "benchmarks" / "gpu_steps.py"))["NUM_KERNELS"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),

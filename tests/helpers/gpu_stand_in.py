@@ -89,7 +89,7 @@ def patch_backends(backends: ModuleType) -> None:
 
 
 def patch_measure(measuring: ModuleType) -> None:
-    from nanoinfer.roofline.devices import DEVICES
+    from nanoinfer.roofline.measure import DEVICES
 
     measuring.measure = lambda **given: DEVICES["h200"]
 

@@ -113,12 +113,9 @@ def test_shell_completion() -> None:
     assert "_NANOINFER_COMPLETE=bash_complete" in done.stdout
 
 
-@pytest.mark.parametrize("shell, file", [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish/config.fish")])
-def test_shell_completion_is_installed_once(tmp_path: Path, shell: str, file: str) -> None:
-    env = os.environ | {"HOME": str(tmp_path), "SHELL": f"/usr/bin/{shell}"}
-    for _ in range(2):
-        subprocess.run([sys.executable, "-m", "nanoinfer", "--install-completion"], env=env, check=True)
-    assert (tmp_path / file).read_text().count(f"_NANOINFER_COMPLETE={shell}_source nanoinfer") == 1
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_is_printed(shell: str) -> None:
+    env = os.environ | {"SHELL": f"/usr/bin/{shell}"}
     done = subprocess.run(
         [sys.executable, "-m", "nanoinfer", "--show-completion"], env=env, capture_output=True, text=True
     )

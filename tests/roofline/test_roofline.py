@@ -31,8 +31,8 @@ from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import Chosen, Poly, StepCost, decode, extend, kv_cache_layer, prefill
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.predict import generation, predict
 from nanoinfer.roofline.report import Question, answer
 
@@ -110,14 +110,14 @@ _WITH_WEIGHTS = ("linear", "layer_norm", "rms_norm", "gelu", "einsum")
 
 
 class Touched(TorchDispatchMode):
-    """Logs which weights, cached tensors and activations the operations of a step are given, in bytes."""
+    """Logs which weights and cached tensors the operations of a step are given, in bytes."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self._parameters = {p.data_ptr() for p in model.parameters()}
         self.weights: dict[int, int] = {}
         self.lookups: set[int] = set()
-        self.kv = self.activations = 0
+        self.kv = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -127,18 +127,11 @@ class Touched(TorchDispatchMode):
         if name == "embedding":
             self.lookups.add(tensors[0].data_ptr())
         elif name == "scaled_dot_product_attention":
-            q, k, v = tensors[:3]
-            self.kv += k.nbytes + v.nbytes
-            self.activations += q.nbytes + out.nbytes
-        elif name == "index_put_":  # new keys or values: read once, written once
-            self.activations += 2 * tensors[-1].nbytes if len(tensors) > 1 else 0
+            self.kv += sum(t.nbytes for t in tensors[1:3])
         elif name in _WITH_WEIGHTS or (name == "add" and out.is_floating_point()):
             for t in tensors:
                 if t.data_ptr() in self._parameters:
                     self.weights[t.data_ptr()] = t.nbytes
-                else:
-                    self.activations += t.nbytes
-            self.activations += out.nbytes
         return out
 
 
@@ -207,22 +200,6 @@ def test_forward_and_the_naive_step_are_counted_too(config: ModelConfig, B: int,
     assert counter.get_total_flops() == prefill(config, FP32).model.flops(B, N)
 
 
-@EVERY
-@pytest.mark.parametrize("num_new", [1, 3, 8])
-def test_causal_counts_what_decoding_token_by_token_does(config: ModelConfig, num_new: int) -> None:
-    """One query at a time never meets a masked score: its sum is the least that the mask leaves to do."""
-    B, N = 2, 8
-    engine = Engine(make_model(config), B)
-    engine.step(N - num_new)
-    with counting() as counter:
-        for _ in range(num_new):
-            engine.step(1)
-    assert counter.get_total_flops() == extend(config, FP32, num_new, causal=True).model.flops(B, N)
-    if num_new == N:
-        layers = sum(counter.get_flop_counts()["Block"].values())
-        assert layers == config.n_layer * prefill(config, FP32, causal=True).layer.flops(B, N)
-
-
 # Bytes -----------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +216,6 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(
     log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
     assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
     assert log.kv == (kv_cache_layer(config, fmt) * config.n_layer)(B, N)
-    assert log.activations == cost.activations(B, N)
     # Everything was read but what is only looked up: wpe, and wte unless it is the output head.
     unread = {p.data_ptr() for p in model.parameters()} - log.weights.keys()
     assert unread <= log.lookups
@@ -267,15 +243,10 @@ def test_windows_bound_what_a_step_reads(num_new: int) -> None:
     full = replace(config, layers=())
     for N in range(num_new, 30):
         reads = [range(max(0, N - num_new + 1 - (w or N)), N) for w in windows]
-        pairs = [min(t + 1, w or N) for w in windows for t in range(N - num_new, N)]
-        cost, causal = extend(config, FP32, num_new), extend(config, FP32, num_new, causal=True)
+        cost = extend(config, FP32, num_new)
         outside = extend(full, FP32, num_new).model.flops(1, N) - num_new * 4 * N * 4 * config.attn_dim
         assert cost.model.bytes(1, N) == cost.model.bytes(1, 0) + sum(map(len, reads)) * 2 * config.kv_dim * 4
         assert cost.model.flops(1, N) == outside + sum(map(len, reads)) * num_new * 4 * config.attn_dim
-        assert causal.model.flops(1, N) == outside + sum(pairs) * 4 * config.attn_dim
-        if num_new == N:
-            layers = prefill(config, FP32, causal=True).model.flops(1, N) - prefill(full, FP32).model.flops(1, N)
-            assert layers == (sum(pairs) - 4 * N * N) * 4 * config.attn_dim
         assert cost.attention.flops(1, N) == extend(full, FP32, num_new).attention.flops(1, N)  # the one without
 
 
@@ -412,7 +383,7 @@ def test_polynomials_print_as_formulas() -> None:
 @settings(max_examples=60, deadline=None)
 def test_more_work_never_takes_less(B: int, N: int, dtype: str, preset: str) -> None:
     config, fmt, ceiling = PRESETS[preset], FORMATS[dtype], DEVICES["h100"]
-    for cost in (prefill(config, fmt), decode(config, fmt), extend(config, fmt, 4), prefill(config, fmt, causal=True)):
+    for cost in (prefill(config, fmt), decode(config, fmt), extend(config, fmt, 4)):
         here, longer, wider = (predict(cost, ceiling, fmt, b, n) for b, n in ((B, N), (B, N + 1), (B + 1, N)))
         for more in (longer, wider):
             assert more.seconds >= here.seconds
@@ -422,7 +393,6 @@ def test_more_work_never_takes_less(B: int, N: int, dtype: str, preset: str) -> 
         assert here.bound_ratio >= 1
         assert (here.bound == "compute") == (here.intensity > ceiling.ridge(fmt, here.bytes))
         assert wider.seconds / (B + 1) <= here.seconds / B * (1 + 1e-12)  # a token of a larger batch is no dearer
-    assert prefill(config, fmt, causal=True).model.flops(B, N) <= prefill(config, fmt).model.flops(B, N)
     assert extend(config, fmt, 1) == decode(config, fmt)
 
 

@@ -13,9 +13,8 @@ from helpers.models import TINY
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.devices import DEVICES, find_device
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.measure import Workload, measure
+from nanoinfer.roofline.measure import DEVICES, Workload, find_device, measure
 from nanoinfer.roofline.predict import predict
 from nanoinfer.utils import environment
 from nanoinfer.utils.environment import num_cpus

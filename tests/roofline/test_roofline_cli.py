@@ -21,8 +21,8 @@ from nanoinfer.cli import main
 from nanoinfer.cli.roofline import si
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.report import Question, answer
 from nanoinfer.utils.field_docs import field_docs
 
@@ -122,7 +122,6 @@ def test_models_are_shapes_without_weights(run: Run, tiny_folder: Path) -> None:
     assert r["shape"]["n_embd"] == TINY.n_embd
     assert r["decode"]["model"]["flops"] == decode(TINY, FORMATS["float32"]).model.flops(1, TINY.block_size)
     assert json.loads(run("random:gpt2", "--device", "t4", "--json")[1])["shape"]["n_layer"] == 12
-    assert json.loads(run("gpt2", "--device", "t4", "--causal", "--json")[1])["causal"] is True
 
 
 def test_a_nanogpt_checkpoint_has_its_shape_inside(run: Run, tmp_path: Path) -> None:

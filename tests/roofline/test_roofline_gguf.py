@@ -166,7 +166,7 @@ def test_the_limit_of_a_served_file(
 ) -> None:
     """The limit follows from what the engine computes with: the file's blocks, unless something else is asked for."""
     ceiling = Ceiling("here", 1e9, {"float32": 1e12, "int8": 1e13}, "test")
-    monkeypatch.setattr("nanoinfer.roofline.devices.find_device", lambda *args: ceiling)
+    monkeypatch.setattr("nanoinfer.roofline.measure.find_device", lambda *args: ceiling)
     llm = LLM(str(mixed_file[0]), **{"engine": "native", **options})
     config, own = find_model(str(mixed_file[0]))
     fmt = own if name is None else FORMATS[name]

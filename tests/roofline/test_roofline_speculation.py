@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.errors import refuses
-from nanoinfer.roofline.speculative_speedup import best_speculation, expected_tokens, speedup
+from nanoinfer.roofline.predict import best_speculation, expected_tokens, speedup
 
 P = np.array([0.45, 0.25, 0.2, 0.1])  # target
 Q = np.array([0.2, 0.3, 0.1, 0.4])  # draft

@@ -49,9 +49,9 @@ from nanoinfer.speculative.head_drafter import HeadDrafter
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, char_to_json, fingerprint
 from nanoinfer.training import distill
-from nanoinfer.training.loop import TrainProgress, train, validate
+from nanoinfer.training.loop import TrainProgress, prepare, train, validate
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.training.train_draft_head import STEPS, HeadRun, RecurrentHead, prepare
+from nanoinfer.training.train_draft_head import STEPS, HeadRun, RecurrentHead
 from nanoinfer.utils.arrays import Array, to_numpy
 
 CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, fingerprint(CharTokenizer(CHARS)))

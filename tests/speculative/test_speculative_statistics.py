@@ -25,7 +25,7 @@ from helpers.models import submit
 from helpers.table_engine import Clock, TableEngine
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
-from nanoinfer.roofline.speculative_speedup import expected_tokens
+from nanoinfer.roofline.predict import expected_tokens
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling_params import SamplingParams

@@ -21,10 +21,10 @@ from nanoinfer.checkpoints import huggingface
 from nanoinfer.cli.train import _Writer
 from nanoinfer.speculative import draft_head
 from nanoinfer.training import loop
-from nanoinfer.training import train_draft_head as head_training
 from nanoinfer.training.loop import TrainProgress, train
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.training.train_draft_head import RecurrentHead
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 KINDS = ("model", "distill", "draft_head")
@@ -51,7 +51,7 @@ def of_kind(config: TrainConfig, kind: str) -> TrainConfig:
 
 def prepare(config: TrainConfig, *, resume: bool = False) -> TrainRun:
     if config.draft_head is not None:
-        return head_training.prepare(config, resume=resume, complete=_Writer(config))
+        return loop.prepare(config, resume=resume, complete=_Writer(config))
     return loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill else None)
 
 
@@ -132,13 +132,6 @@ def test_other_files_do_not_matter(config: TrainConfig) -> None:
     assert (Path(config.out) / "notes.txt").read_text() == "mine"
 
 
-def test_a_state_of_an_older_version_is_named(config: TrainConfig) -> None:
-    Path(config.out).mkdir()
-    torch.save({"step": 3}, Path(config.out) / "training_state.pt")
-    for resume in (False, True):
-        refuses_unchanged(config, "training_state.pt is of an older version", "choose another folder", resume=resume)
-
-
 # What is resumed is checked whole --------------------------------------------------------------------------
 
 
@@ -179,7 +172,7 @@ def test_a_model_file_that_is_gone_or_another_is_refused(done: TrainConfig) -> N
     model = prepare(done, resume=True).read()
     with torch.no_grad():
         next(model.parameters()).add_(0.5)
-    if isinstance(model, head_training.RecurrentHead):
+    if isinstance(model, RecurrentHead):
         draft_head.save(model.to_head(), out)
     else:
         huggingface.save(weights_of(model), out)  # type: ignore[arg-type]

@@ -1,12 +1,14 @@
-"""One configuration that is measured: which backend, model and shape. Frozen, and checked when it is made."""
+"""A configuration that is measured (backend, model and shape), its requests, and the row of what came of it."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.bench.prompts import Passages, cut_prompt, repeat_prompt
+from nanoinfer.bench.formatting import number
+from nanoinfer.bench.stats import Figures
 from nanoinfer.config import DTYPES, SchedulerConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_choice, require_int
@@ -26,7 +28,12 @@ WORKLOADS = ("uniform", "mixed", "prefix", "arrival", "text", "copy")
 IRREGULAR = ("mixed", "prefix", "arrival")  # workloads whose steps differ too much for the arithmetic of one step
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
 OWN_TOKENS = 20  # tokens of a prompt of the prefix workload after those that all prompts share
+BUSY = "the machine was busy"
+"""Beginning of the note that threads waited for cores."""
+SHARE_REPEATED = 4 / 7  # of a repeating prompt: the passage itself; the rest is its beginning again, edited
+EDIT_EVERY = 15
 DECODING_PROMPT = 32  # tokens of the prompts that are decoding when the long one arrives
+Passages = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -163,3 +170,89 @@ def make_requests(case: Case, vocab_size: int, seed: int = 0, passages: Passages
     if case.workload == "prefix":
         prompts = [[*prompts[0][:-OWN_TOKENS], *prompt[-OWN_TOKENS:]] for prompt in prompts]
     return Requests(prompts, [m for _, m in sizes], num_late=int(case.workload == "arrival"))
+
+
+def cut_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
+    """Return the first tokens of passage i."""
+    return list(passages[i % len(passages)][:num_tokens])
+
+
+def repeat_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
+    """Return a passage and its beginning again, with every 15th token replaced: what follows occurred before."""
+    whole = list(passages[i % len(passages)])
+    first = whole[: int(num_tokens * SHARE_REPEATED)]
+    again = [whole[(7 * at) % len(whole)] if at % EDIT_EVERY == EDIT_EVERY - 1 else t for at, t in enumerate(first)]
+    return [*first, *again][:num_tokens]
+
+
+@dataclass
+class Row:
+    """One case and what came of it."""
+
+    case: Case
+    figures: Figures | None = None
+    """Medians over the rounds; None when the case failed."""
+    same_tokens: bool | None = None
+    """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
+    peak_memory_bytes: int | None = None
+    """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
+    weight_bytes: int | None = None
+    """Bytes of weights that one decoding step reads."""
+    bytes_per_token: float | None = None
+    """Bytes that decoding one token reads, weights shared by the batch, keys and values at the mean length."""
+    flops_per_token: float | None = None
+    """FLOPs of the matrix products for one decoded token."""
+    mbu_percent: float | None = None
+    """Share of the bandwidth that was measured with as many bytes as a step reads: bytes_per_token * tokens/s of it."""
+    mfu_percent: float | None = None
+    """Share of the measured matrix-product speed in this dtype."""
+    kernels_per_step: float | None = None
+    """Kernels that a decode step runs on the GPU, replayed ones included; at batch 1 a step is a token."""
+    kernels_per_layer: int | None = None
+    """Of them, what one layer takes."""
+    launches_per_step: float | None = None
+    """Launches by the host in a decode step, of kernels and of graphs."""
+    verify_ratio: float | None = None
+    """Time of a step that verifies 5 tokens, over that of a step that decodes 1."""
+    predicted_tokens_per_sec: float | None = None
+    """The roofline's limit, all sequences together."""
+    speedup: float | None = None
+    """Output tokens/s over the baseline's in the same shape."""
+    speedup_min: float | None = None
+    """Of cases with a draft: the smallest ratio to plain decoding of two runs in the same round."""
+    speedup_max: float | None = None
+    """The same, the largest."""
+    acceptance_percent: float | None = None
+    """Share of the verified proposals that were accepted (cases with a draft)."""
+    mean_accepted_length: float | None = None
+    """Proposals accepted in a verify step, which gives one token more."""
+    draft_share_percent: float | None = None
+    """Time in the drafter, of the time in drafter, engine and sampler."""
+    predicted_speculation: str | None = None
+    """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
+    per_position_sec: list[list[float]] | None = None
+    """[position, time of a token there], thinned to 32 positions at most (batch 1): `stats.by_position`."""
+    round_sec: list[float] | None = None
+    """Time of each round."""
+    breakdown_percent: dict[str, float] | None = None
+    """Where the time goes: part of the model -> share of the step."""
+    note: str = ""
+    """How the row was measured differently: extrapolated, not interleaved, ..."""
+    error: str | None = None
+    """Why there are no figures, on one line."""
+    unfinished: bool = False
+    """Whether the run ended before all rounds and counts of this case: --resume measures it again."""
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Set some fields."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def add_note(self, note: str) -> None:
+        """Append a sentence to the note."""
+        self.note = "; ".join(filter(None, (self.note, note)))
+
+    def number(self, name: str, scale: float = 1.0) -> float | None:
+        """Return a field of the row or of its figures, scaled; None if it is unknown or not a finite number."""
+        found = number(getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None))
+        return None if found is None else number(found * scale)

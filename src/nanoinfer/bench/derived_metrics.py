@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nanoinfer.bench.backends import PEERS
-from nanoinfer.bench.case import IRREGULAR, Case
-from nanoinfer.bench.row import Row
+from nanoinfer.bench.case import IRREGULAR, Case, Row
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic

@@ -13,23 +13,22 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
 import numpy as np
 
-from nanoinfer.bench.case import IRREGULAR, Case
+from nanoinfer.bench.case import BUSY, IRREGULAR, Case, Row
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
-from nanoinfer.bench.row import BUSY, Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.profiling.logits_check import MAX_NATS, NUM_SEQUENCES, require_close
+from nanoinfer.profiling.checks import MAX_NATS, NUM_SEQUENCES, require_close
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
@@ -44,6 +43,24 @@ PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; tw
 NAIVE_LIMIT_SEC = 4.0  # a run without a cache that would take longer is extrapolated
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
+
+
+@dataclass
+class _Loaded:
+    """A backend that is loaded, with its row and what it has run."""
+
+    row: Row
+    worker: WorkerProcess
+    checked_sec: float = 0.0
+    """Time of the run that was checked."""
+    rounds: list[RunTimes] = field(default_factory=list)
+    timed_sec: float = 0.0
+    """Time of all rounds, with what is around them."""
+
+    @property
+    def case(self) -> Case:
+        """The row's case."""
+        return self.row.case
 
 
 class Harness:
@@ -125,46 +142,40 @@ class Harness:
 
     def _run_part(self, part: list[Row], reference: Case | None, keep: Callable[[list[Row]], None]) -> None:
         """Measure the rows of backends that are alive together."""
-        rows = {row.case: row for row in part}
-        runs: dict[Case, list[RunTimes]] = {case: [] for case in rows}
-        spent = dict.fromkeys(rows, 0.0)
+        loaded: list[_Loaded] = []
+
+        def alive() -> list[_Loaded]:
+            return [backend for backend in loaded if backend.row.error is None]
 
         def keep_so_far() -> None:
-            for row in part:
-                if row.error is None and runs[row.case]:
-                    self._summarize(row, runs[row.case])
+            for backend in alive():
+                if backend.rounds:
+                    self._summarize(backend.row, backend.rounds)
             keep([row for row in part if row.error is not None or row.figures is not None])
 
         with Processes(self._weights, self._pythons) as processes:
-            workers = {}
-            for case in takewhile(lambda _: not self._late, rows):
-                with self._step(rows[case], "load"):
-                    workers[case] = processes.worker(case)
-                    if case.device != "cpu" and case.backend not in NAIVE:
-                        workers[case].run(case)  # compiles its code: the time of that is no part of the warm-up
-            checked_sec = self._check(workers, rows, reference)
+            for row in takewhile(lambda _: not self._late, part):
+                with self._step(row, "load"):
+                    loaded.append(backend := _Loaded(row, processes.worker(row.case)))
+                    if row.case.device != "cpu" and row.case.backend not in NAIVE:
+                        backend.worker.run(row.case)  # compiles its code: the time of that is no part of the warm-up
+            self._check(alive(), reference)
             if self._options.verify:
-                self._check_logits(workers, rows)
-            for case, worker in workers.items():
-                if rows[case].error is None and not self._shortened(case):
-                    with self._step(rows[case], "warm up"):
-                        self._warm_up(worker, case, checked_sec[case])
+                self._check_logits(alive())
+            for backend in alive():
+                if not self._shortened(backend.case):
+                    with self._step(backend.row, "warm up"):
+                        self._warm_up(backend)
             keep_so_far()
             for i in range(self._options.rounds):
-                for case, worker in workers.items():
-                    if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
-                        start = self._clock()
-                        with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
-                            runs[case].append(self._timed(worker, rows[case], i))
-                        spent[case] += self._clock() - start
+                for backend in alive():
+                    if i == 0 or backend.timed_sec < self._options.max_case_sec:
+                        self._time_round(backend, i)
                 keep_so_far()
-            for case, worker in workers.items():
-                if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
-                    self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
-                rows[case].unfinished = False
-                waited = sum(run.waited_sec or 0.0 for run in runs[case])
-                if waited > MAX_WAITED * sum(run.total_sec for run in runs[case]):
-                    rows[case].add_note(f"{BUSY}: threads waited {waited:.1f} s for a core")
+            for backend in loaded:
+                if backend.row.error is None:
+                    self._measure_more(backend)
+                backend.row.unfinished = False
                 keep_so_far()
         self._done += sum(not row.unfinished for row in part)
 
@@ -176,17 +187,22 @@ class Harness:
             row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
         fill_in(row, self._config, self._ceiling)
 
-    def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
+    def _measure_more(self, backend: _Loaded) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
-        if self._options.breakdown and quick:
-            with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
-                row.breakdown_percent = worker.ask("breakdown")
-        if row.case.device != "cpu":
-            with self._step(row, "count launches", unknown="launches"):
-                row.update(worker.ask("launches"))
-        if self._options.verify and row.case.batch == 1 and row.case.backend not in NAIVE:
-            with self._step(row, "verify", unknown="cost of verifying"):
-                row.verify_ratio = worker.ask("verify")
+        row, worker, case = backend.row, backend.worker, backend.case
+        if case.backend in ENGINES and not self._shortened(case):
+            if self._options.breakdown and backend.timed_sec < self._options.max_case_sec:
+                with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
+                    row.breakdown_percent = worker.ask("breakdown")
+            if case.device != "cpu":
+                with self._step(row, "count launches", unknown="launches"):
+                    row.update(worker.ask("launches"))
+            if self._options.verify and case.batch == 1 and case.backend not in NAIVE:
+                with self._step(row, "verify", unknown="cost of verifying"):
+                    row.verify_ratio = worker.ask("verify")
+        waited = sum(run.waited_sec or 0.0 for run in backend.rounds)
+        if waited > MAX_WAITED * sum(run.total_sec for run in backend.rounds):
+            row.add_note(f"{BUSY}: threads waited {waited:.1f} s for a core")
 
     @contextlib.contextmanager
     def _step(self, row: Row, what: str, unknown: str = "") -> Iterator[None]:
@@ -202,49 +218,44 @@ class Harness:
             else:
                 row.error, row.figures, row.unfinished = str(e), None, False
 
-    def _check(
-        self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
-    ) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up."""
-        seconds: dict[Case, float] = {}
+    def _check(self, loaded: list[_Loaded], reference: Case | None) -> None:
+        """Compare greedy float32 tokens with the reference's."""
         expected = self._expected
         with Processes(self._weights, self._pythons) as processes:
-            known = {*workers, *expected}
-            if reference is not None and reference not in known and any(_is_exact(c) for c in workers):
+            known = {*expected, *(backend.case for backend in loaded)}
+            if reference is not None and reference not in known and any(_is_exact(b.case) for b in loaded):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
                     expected[reference] = self._sample(processes.worker(reference), reference).tokens
-            for case in sorted(workers, key=lambda c: (c != reference, c != c.plain)):
-                if rows[case].error is not None:
-                    continue
-                with self._step(rows[case], "check"):
-                    checked = self._sample(workers[case], case)
-                    seconds[case] = checked.times.total_sec
+            for backend in sorted(loaded, key=lambda b: (b.case != reference, b.case != b.case.plain)):
+                case = backend.case
+                with self._step(backend.row, "check"):
+                    checked = self._sample(backend.worker, case)
+                    backend.checked_sec = checked.times.total_sec
                     if case in (reference, case.plain):
                         expected[case] = checked.tokens
                     if (other := _reference_of(case, reference)) in expected:
                         difference = _difference(checked.tokens, expected[other])
-                        rows[case].same_tokens = difference is None
+                        backend.row.same_tokens = difference is None
                         if difference is not None:
                             raise NanoinferError(f"not timed: {difference}")
-        return seconds
 
-    def _check_logits(self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row]) -> None:
+    def _check_logits(self, loaded: list[_Loaded]) -> None:
         """Compare the logits of our engines in reduced precision with those of `static` in float32."""
-        reduced = [c for c in workers if rows[c].error is None and c.backend in ENGINES and c.format in MAX_NATS]
-        if not reduced:
-            return
-        path = self._weights / f"logits-{reduced[0].prompt_tokens}.npy"  # kept as long as the weights
-        exact = replace(reduced[0], backend="static", dtype="float32", quantization=None, batch=NUM_SEQUENCES)
-        for case in reduced:
+        for backend in loaded:
+            row, case = backend.row, backend.case
+            if case.backend not in ENGINES or case.format not in MAX_NATS:
+                continue
+            path = self._weights / f"logits-{case.prompt_tokens}.npy"  # kept as long as the weights
+            exact = replace(case, backend="static", dtype="float32", quantization=None, batch=NUM_SEQUENCES)
             try:
                 if not path.exists():
                     with Processes(self._weights, self._pythons) as processes:
                         self._logits(processes.worker(exact)).replace(path)
             except NanoinferError as e:
-                rows[case].add_note(f"logits not compared with float32's: {e}")
+                row.add_note(f"logits not compared with float32's: {e}")
                 continue
-            with self._step(rows[case], "compare logits"):
-                require_close(np.load(self._logits(workers[case])), np.load(path), case.format)
+            with self._step(row, "compare logits"):
+                require_close(np.load(self._logits(backend.worker)), np.load(path), case.format)
 
     def _logits(self, worker: WorkerProcess) -> Path:
         """Return a file with the logits that are compared."""
@@ -255,13 +266,21 @@ class Harness:
         """Generate the tokens of the check."""
         return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
-    def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
-        """Run until two runs agree: on a CPU short ones as that of the check, which took `first_sec`."""
+    def _warm_up(self, backend: _Loaded) -> None:
+        """Run until two runs agree: on a CPU short ones as that of the check, which is the first."""
         # On a GPU as long as the timed ones: graphs are captured, and code is compiled, for each sequence length.
-        seconds = [first_sec] if case.device == "cpu" else []
-        shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case
+        on_cpu = backend.case.device == "cpu"
+        seconds = [backend.checked_sec] if on_cpu else []
+        shape = _shorter(backend.case, CHECK_TOKENS) if on_cpu else backend.case
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
-            seconds.append(worker.run(shape).times.total_sec)
+            seconds.append(backend.worker.run(shape).times.total_sec)
+
+    def _time_round(self, backend: _Loaded, i: int) -> None:
+        """Run a backend once and keep its times."""
+        start = self._clock()
+        with self._step(backend.row, f"round {i + 1} of {self._options.rounds}"):
+            backend.rounds.append(self._timed(backend.worker, backend.row, i))
+        backend.timed_sec += self._clock() - start
 
     def _timed(self, worker: WorkerProcess, row: Row, round_index: int) -> RunTimes:
         case = row.case

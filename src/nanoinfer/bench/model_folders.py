@@ -1,21 +1,29 @@
-"""Temporary folders with the measured models, which all backends load from.
+"""Folders of the measured models, which all backends load from, with passages of natural text for prompts.
 
-A folder is removed at the end of the run; one that a killed run left behind, whose lock is free, by the next run.
+A temporary folder is removed at the end of the run; one that a killed run left behind, whose lock is free, by the next
+run. Passages come from a file (`--text`: held-out text of the model's kind), or without one from the model itself,
+which samples them at temperature 1: the acceptance of a draft depends on the text, random tokens would not do.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from nanoinfer.bench import prompts
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import Case, Passages
+from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.files import read_text
 
+NUM_PASSAGES = 64
+PASSAGE_TOKENS = 256
+PASSAGES = "passages.json"
 PREFIX = "nanoinfer-bench-"
 
 
@@ -43,9 +51,9 @@ class ModelFolders(ExitStack):
             if not (folder / "config.json").exists():  # float32, which every backend loads or exports from
                 huggingface.save(load_model(model).take(), folder)
         folder = self._folders[model]
-        if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
+        if any(c.workload in ("text", "copy") for c in cases) and not read_passages(folder):
             self._log("preparing passages for prompts ...")
-            prompts.write(folder, model, self._text)
+            write_passages(folder, model, self._text)
         return folder
 
 
@@ -69,3 +77,46 @@ def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def write_passages(folder: Path, model: str, text: Path | None) -> None:
+    """Write passages for a model into a folder; raise NanoinferError if it cannot tokenize the text."""
+    (folder / PASSAGES).write_text(json.dumps(_sample(model) if text is None else _cut(model, text)))
+
+
+def read_passages(folder: Path) -> Passages:
+    """Return a folder's passages; none if it has no file of them."""
+    found: Passages = json.loads(path.read_text()) if (path := folder / PASSAGES).is_file() else ()
+    return found
+
+
+def _cut(model: str, text: Path) -> list[list[int]]:
+    """Return passages from random places of a text."""
+    from nanoinfer.checkpoints.load import load_model
+
+    loaded = load_model(model)
+    if loaded.tokenizer is None:
+        raise NanoinferError(f"--text: {loaded.no_tokenizer_reason}")
+    ids = loaded.tokenizer.encode(read_text(text, "--text"))
+    if len(ids) < 2 * PASSAGE_TOKENS:
+        raise NanoinferError(f"--text {text} has {len(ids)} tokens: give {2 * PASSAGE_TOKENS} or more")
+    places = random.Random(0)
+    starts = [places.randrange(len(ids) - PASSAGE_TOKENS) for _ in range(NUM_PASSAGES)]
+    return [ids[at : at + PASSAGE_TOKENS] for at in starts]
+
+
+def _sample(model: str) -> list[list[int]]:
+    """Return passages that the model samples; for a widened model its source samples the same, in less time.
+
+    This runs on the CPU for every device: the prompts are the same, and no GPU memory stays allocated.
+    """
+    from nanoinfer.checkpoints.load import split_wide
+    from nanoinfer.entrypoints.llm import LLM
+    from nanoinfer.sampling_params import SamplingParams
+
+    source = split_wide(model)[0] if model.startswith("wide:") else model
+    llm = LLM(source, device="cpu")
+    start = [llm.config.bos_token_id or 0]
+    params = SamplingParams(max_tokens=PASSAGE_TOKENS, n=NUM_PASSAGES, ignore_eos=True, seed=0, overflow="slide")
+    (output,) = llm.generate([start], [params])
+    return [o.token_ids for o in output.check().outputs]

@@ -30,9 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.derived_metrics import costs
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling

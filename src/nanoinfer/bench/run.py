@@ -14,12 +14,11 @@ from pathlib import Path
 from nanoinfer.bench import machine
 from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.row import Row
 from nanoinfer.bench.suites import SUITES, Options, by_shape
 from nanoinfer.checkpoints.load import fit_engine
 from nanoinfer.config import EngineConfig, ModelConfig
@@ -132,7 +131,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     if not plan.load:
         interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
     if plan.report is not None and (with_rows := [r for r in done if r.rows]):
-        from nanoinfer.bench.report import write_report
+        from nanoinfer.bench.report.page import write_report
 
         write_report(with_rows, plan.report)
     return done, interrupted

@@ -22,9 +22,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench import prompts
 from nanoinfer.bench.backends import open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.bench.model_folders import read_passages
 from nanoinfer.checkpoints import hf_config
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.utils.environment import waited_seconds
@@ -51,7 +51,7 @@ class Worker:
     def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)
         self._vocab_size = hf_config.read(folder / "config.json").vocab_size
-        self._passages = prompts.read(folder)
+        self._passages = read_passages(folder)
         self._backend = open_backend(case, folder)
 
     def _run(self, case: Case, seed: int) -> dict[str, Any]:

@@ -25,10 +25,10 @@ COMMANDS = {
     "chat": ("chat:chat", "Hold a conversation with a model that has a chat template."),
     "batch": ("batch:batch", "Generate for each line of a JSONL file; continue after an interruption."),
     "serve": ("serve:serve", "Serve models over HTTP with OpenAI's interface."),
-    "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
-    "export": ("export:export", "Write a model as a GGUF file, which llama.cpp loads."),
-    "models": ("models:models", "List the built-in models and those in the Hub's cache, and whether they run here."),
-    "engines": ("engines:engines", "List the engines and what each supports on this machine."),
+    "pack": ("convert:pack", "Pack weights into a folder that engine native maps into memory."),
+    "export": ("convert:export", "Write a model as a GGUF file, which llama.cpp loads."),
+    "models": ("lists:models", "List the built-in models and those in the Hub's cache, and whether they run here."),
+    "engines": ("lists:engines", "List the engines and what each supports on this machine."),
     "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),
     "bench": ("bench:bench", "Measure engines and peers, next to the limits of the hardware."),
     "profile": ("profile:profile", "Print the time of each part of the model and of each operator."),
@@ -36,12 +36,6 @@ COMMANDS = {
     "train": ("train:train", "Train a model, a draft model or a draft head."),
 }
 COMPLETE = "_NANOINFER_COMPLETE"  # variable in which a shell asks for completions
-# Shell -> the file that it reads when it starts, and the line there that gets the completions.
-SHELLS = {
-    "bash": ("~/.bashrc", f'eval "$({COMPLETE}=bash_source nanoinfer)"'),
-    "zsh": ("~/.zshrc", f'eval "$({COMPLETE}=zsh_source nanoinfer)"'),
-    "fish": ("~/.config/fish/config.fish", f"{COMPLETE}=fish_source nanoinfer | source"),
-}
 
 
 class _Commands(click.Group):
@@ -69,24 +63,16 @@ def load_command(name: str) -> click.Command:
 
 
 def _answer(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Do what a flag asks for in the place of a sub-command: print the version, print or install completions."""
+    """Do what a flag asks for in the place of a sub-command: print the version, or the code of completions."""
     if not wanted:
         return
     shell = Path(os.environ.get("SHELL", "bash")).name
     if parameter.name == "version":
         print(nanoinfer.__version__)
-    elif shell not in SHELLS or (completion := get_completion_class(shell)) is None:
-        raise NanoinferError(f"SHELL={shell} has no completions: use one of {', '.join(SHELLS)}")
-    elif parameter.name == "show_completion":
-        print(completion(app, {}, "nanoinfer", COMPLETE).source())
+    elif (completion := get_completion_class(shell)) is None:
+        raise NanoinferError(f"SHELL={shell} has no completions: use bash, zsh or fish")
     else:
-        path, line = Path(SHELLS[shell][0]).expanduser(), SHELLS[shell][1]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+", encoding="utf-8") as file:
-            file.seek(0)
-            if line not in file.read().splitlines():
-                file.write(f"\n{line}\n")
-        print(f"{path}: {shell} completes nanoinfer's options from its next start on")
+        print(completion(app, {}, "nanoinfer", COMPLETE).source())
     raise Exit
 
 
@@ -99,8 +85,7 @@ _FLAG: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": Fals
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--version", **_FLAG, help="Print the version.")
-@click.option("--install-completion", **_FLAG, help="Install completion for the current shell.")
-@click.option("--show-completion", **_FLAG, help="Show completion for the current shell, to copy it or customize it.")
+@click.option("--show-completion", **_FLAG, help="Print completion for the current shell, which evaluates it.")
 @click.pass_context
 def app(context: click.Context) -> None:
     """Text from small language models, on every rung of the optimisation ladder."""

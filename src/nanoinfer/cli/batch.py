@@ -1,12 +1,4 @@
-"""`nanoinfer batch`: completions of a file of prompts.
-
-Examples:
-    nanoinfer batch prompts.jsonl out.jsonl --max-tokens 200
-    nanoinfer batch a.jsonl b.jsonl -o out.jsonl --model gpt2 --seed 1
-    echo '{"prompt": "To be", "n": 2}' | nanoinfer batch - -
-    nanoinfer batch prompts.jsonl out.jsonl --ray local --cpus-per-actor 1
-    nanoinfer batch shards/ out/ --ray 10.0.0.5:6379
-"""
+"""`nanoinfer batch`: completions of a file of prompts."""
 
 from __future__ import annotations
 
@@ -20,19 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanoinfer.cli import batch_ray
+from nanoinfer.cli.batch_ray import RayFlags
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import (
-    NO_FLAGS,
-    are_given,
-    chat_template_flag,
-    flags,
-    generation_config_flag,
-    generic_tools_flag,
-    llm_config,
-    model_flag,
-    of_model,
-    tokenizer_flag,
-)
+from nanoinfer.cli.options import NO_FLAGS, are_given, config_flag, flags, llm_config, of_model, option
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError
@@ -57,34 +39,37 @@ _CAPACITY = (
     "files", metavar="FILE...", nargs=-1, required=True,
     help="Input and output; with --output, any number of inputs. - is stdin or stdout.",
 )  # fmt: skip
-@click.option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument.")
-@click.option("--overwrite", is_flag=True, help="Start again, and replace the output and its state.")
-@flags(batch_ray.RayFlags, "cluster")
-@model_flag
-@tokenizer_flag
-@chat_template_flag
-@generic_tools_flag
-@click.option(
-    "--seed",
-    metavar="INT",
-    default=0,
-    show_default=True,
-    help="Lines without a seed get one from this and their number.",
-)
-@generation_config_flag
+@option("output", "File of the records, instead of a second argument.", "PATH")
+@option("overwrite", "Start again, and replace the output and its state.")
+@flags(RayFlags, "cluster")
+@config_flag("model", default="shakespeare")
+@config_flag("tokenizer")
+@config_flag("chat_template")
+@config_flag("generic_tools")
+@option("seed", "Lines without a seed get one from this and their number.")
+@config_flag("generation_config")
 @flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=COMMAND_DEFAULTS)
 @llm_config("pooling", "speculation", "engine")
 def batch(
+    *,
     files: tuple[str, ...],
     output: str | None,
     overwrite: bool,
-    cluster: batch_ray.RayFlags,
+    cluster: RayFlags,
     chat_template: Path | None,
-    seed: int,
+    seed: int = 0,
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
-    """Generate for each line of a JSONL file; continue after an interruption."""
+    """Generate for each line of a JSONL file; continue after an interruption.
+
+    Examples:
+        nanoinfer batch prompts.jsonl out.jsonl --max-tokens 200
+        nanoinfer batch a.jsonl b.jsonl -o out.jsonl --model gpt2 --seed 1
+        echo '{"prompt": "To be", "n": 2}' | nanoinfer batch - -
+        nanoinfer batch prompts.jsonl out.jsonl --ray local --cpus-per-actor 1
+        nanoinfer batch shards/ out/ --ray 10.0.0.5:6379
+    """
     inputs, target = _split(files, output)
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
@@ -124,7 +109,7 @@ def batch(
 
 
 def _run_shards(
-    cluster: batch_ray.RayFlags, source: str, target: str, overwrite: bool, config: LLMConfig, options: BatchOptions
+    cluster: RayFlags, source: str, target: str, overwrite: bool, config: LLMConfig, options: BatchOptions
 ) -> None:
     shards = batch_ray.open_shards(source, target, _settings(config, options), overwrite)
     try:

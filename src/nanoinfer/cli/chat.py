@@ -1,82 +1,96 @@
-"""`nanoinfer chat`: a conversation in the terminal.
-
-Examples:
-    nanoinfer chat path/to/model            # /help lists the commands
-    nanoinfer chat path/to/model --system "Be brief." --temp 0.5
-    nanoinfer chat shakespeare --chat-template turns.jinja --engine native
-    nanoinfer chat path/to/model --tools tools.json   # you answer its calls
-    cat questions.txt | nanoinfer chat path/to/model    # one turn a line
-"""
+"""`nanoinfer chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import (
-    NO_FLAGS,
-    PATH,
-    chat_template_flag,
-    flags,
-    generation_config_flag,
-    generic_tools_flag,
-    llm_config,
-    of_model,
-    tokenizer_flag,
-)
+from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, of_model, option
+from nanoinfer.cli.terminal import complain, drop, reading_stdin, visible
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.outputs import ContentDelta, ReasoningDelta
 from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, SamplingParams
-from nanoinfer.utils.files import escaped, parse_json, read_text
+from nanoinfer.utils.files import escaped, parse_json, read_text, reason
+
+if TYPE_CHECKING:
+    from nanoinfer.entrypoints.conversation import AnswerStream, Conversation
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", *NO_FLAGS)
+QUOTES = '"""'
+_MARKS = {True: "> ", False: "... "}  # before the first and the further lines of a message
+HELP = r"""/system TEXT   set the system message (without TEXT: show it)
+/regenerate    generate the last answer again
+/reset         remove all messages except the system message
+/save FILE     write the messages, one JSON object a line; FILE must not exist
+/load FILE     replace the messages by those of such a file
+/help          this list
+/exit          end the conversation, as Ctrl-D does
+A line that ends with a backslash continues on the next line. Lines between
+triple quotes are one message. A line that begins with a space is not a
+command. Ctrl-C ends an answer and keeps its text so far; at the prompt it
+clears the line. After calls of tools, each message is the result of one."""
 
 
 @command("chat")
 @argument("model", metavar="MODEL", help="A model with a chat template: as for `generate`.")
-@tokenizer_flag
-@click.option("--system", metavar="TEXT", help="System message.")
-@chat_template_flag
-@generic_tools_flag
-@click.option("--tools", metavar="FILE", type=PATH, help="JSON list of tools, in OpenAI's shape, that may be called.")
-@click.option("--tool-choice", metavar="TEXT", help="none, auto, required or the name of a tool. [default: auto]")
-@click.option(
-    "--enable-thinking/--no-enable-thinking",
-    default=None,
-    help="Whether the model shall reason; for templates that have the variable. [default: as the template has it]",
+@config_flag("tokenizer")
+@option("system", "System message.")
+@config_flag("chat_template")
+@config_flag("generic_tools")
+@option("tools", "JSON list of tools, in OpenAI's shape, that may be called.", "FILE")
+@option("tool_choice", "none, auto, required or the name of a tool. [default: auto]")
+@option(
+    "enable_thinking",
+    "Whether the model shall reason; for templates that have the variable. [default: as the template has it]",
 )
-@click.option("--reasoning-effort", metavar="TEXT", help="none, low, medium or high; for templates that have it.")
-@click.option(
-    "--thinking-token-budget",
-    metavar="INT",
-    type=int,
-    help="Most tokens of the reasoning, after which its end is forced. [default: any]",
-)
-@click.option("--hide-reasoning", is_flag=True, help="Do not show reasoning, which is dimmed on a terminal only.")
-@generation_config_flag
+@option("reasoning_effort", "none, low, medium or high; for templates that have it.")
+@option("thinking_token_budget", "Most tokens of the reasoning, after which its end is forced. [default: any]")
+@option("hide_reasoning", "Do not show reasoning, which is dimmed on a terminal only.")
+@config_flag("generation_config")
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**COMMAND_DEFAULTS, "max_tokens": CHAT_MAX_TOKENS})
 @llm_config("speculation", "engine")
 def chat(
     system: str | None,
     chat_template: Path | None,
     tools: Path | None,
+    tool_choice: str | None,
+    enable_thinking: bool | None,
+    reasoning_effort: str | None,
+    thinking_token_budget: int | None,
     hide_reasoning: bool,
     config: LLMConfig,
     params: SamplingParams,
-    **options: Any,
 ) -> None:
-    """Hold a conversation with a model that has a chat template."""
+    """Hold a conversation with a model that has a chat template.
+
+    Examples:
+        nanoinfer chat path/to/model            # /help lists the commands
+        nanoinfer chat path/to/model --system "Be brief." --temp 0.5
+        nanoinfer chat shakespeare --chat-template turns.jinja --engine native
+        nanoinfer chat path/to/model --tools tools.json   # you answer its calls
+        cat questions.txt | nanoinfer chat path/to/model    # one turn a line
+    """
+    options: dict[str, Any] = {
+        "tool_choice": tool_choice, "enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort,
+        "thinking_token_budget": thinking_token_budget,
+    }  # fmt: skip
     if chat_template is not None:
         options["chat_template"] = read_text(chat_template, "a chat template")
     if tools is not None:
         options["parallel_tool_calls"] = False  # each result is typed
         options["tools"] = parse_json(read_text(tools, "a list of tools"), f"{escaped(tools)} is not JSON")
 
-    from nanoinfer.cli.chat_session import Session
     from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(config)
@@ -103,3 +117,267 @@ def _bound(params: SamplingParams, block_size: int) -> str:
     if params.overflow == "stop" and block_size < params.max_tokens:
         return f"{block_size} tokens (the context length; --max-tokens ends them earlier)"
     return f"{params.max_tokens} tokens (--max-tokens changes it)"
+
+
+class Session:
+    """A conversation with a user.
+
+    Args:
+        conversation: without an answer that is being generated.
+        params: of each answer.
+        hide_reasoning: whether reasoning is not shown on a terminal, either.
+    """
+
+    def __init__(self, conversation: Conversation, params: SamplingParams, *, hide_reasoning: bool = False) -> None:
+        self._conversation, self._params = conversation, params
+        self._dims_reasoning = not hide_reasoning and sys.stdout.isatty()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/system": self._system,
+            "/regenerate": self._regenerate,
+            "/reset": lambda rest: conversation.reset(),
+            "/save": self._save,
+            "/load": self._load,
+            "/help": lambda rest: print(HELP, file=sys.stderr),
+        }
+
+    def run(self) -> bool:
+        """Answer until the input ends or /exit; return whether nothing failed."""
+        succeeded = True
+        for message in messages(reader()):
+            name, _, rest = message.partition(" ")
+            if name == "/exit":
+                break
+            try:
+                if name.startswith("/"):
+                    self._command(name, rest.strip())
+                elif message.strip():
+                    self._send(message)
+            except NanoinferError as e:
+                complain(str(e))
+                succeeded = False
+        return succeeded
+
+    def _command(self, name: str, rest: str) -> None:
+        if (command := self._commands.get(name)) is None:
+            raise NanoinferError(
+                f"{name[:40]} is not a command: /help lists them; begin the line with a space to send it as it is"
+            )
+        command(rest)
+
+    def _send(self, message: str) -> None:
+        """Send a message of the user, or the result of the next call that has none; after the last one, answer."""
+        found = self._conversation.messages
+        if (call := _open_call(found)) is None:
+            return self._print(self._conversation.send(message, self._params))
+        result = {"role": "tool", "tool_call_id": call["id"], "content": message}
+        if _open_call([*found, result]) is not None:
+            self._conversation.messages = [*found, result]
+        else:  # a choice that requires calls would never end them
+            self._print(self._conversation.send([result], self._params, tool_choice=None))
+
+    def _shown(self, answer: AnswerStream) -> Iterator[str]:
+        """Yield what is printed of an answer, in pieces."""
+        if answer.answers.plain:
+            yield from map(visible, answer)
+            return
+        between, begun = "", False
+        for delta in answer.deltas():
+            if isinstance(delta, ReasoningDelta):
+                if self._dims_reasoning:
+                    yield f"\x1b[2m{visible(delta.text)}\x1b[0m"
+                    between = "\n"
+                continue
+            if isinstance(delta, ContentDelta):
+                yield between + visible(delta.text)
+            elif delta.name is not None:
+                yield f"{between if not begun else chr(10)}call {delta.name}: "
+            else:
+                yield visible(delta.arguments)
+            between, begun = "", True
+
+    def _print(self, answer: AnswerStream) -> None:
+        """Print an answer as it is generated, and its tokens per second on stderr."""
+        try:
+            with _deferred_interrupts() as interrupted:
+                for piece in self._shown(answer):
+                    print(piece, end="", flush=True)
+                    if interrupted():
+                        break
+        except KeyboardInterrupt:  # the second one, before the first was noticed
+            pass
+        finally:
+            print(flush=True)
+        self._conversation.stop()
+        output = self._conversation.output
+        assert output is not None
+        metrics = output.metrics
+        num, num_prompt = metrics.num_output_tokens, metrics.num_prompt_tokens
+        speed = f", {1 / metrics.tpot_sec:.1f} tokens/s" if metrics.tpot_sec else ""
+        new = num_prompt - output.num_cached_tokens
+        note = f"[{num} tokens{speed}; prompt: {new} new of {num_prompt} tokens, {metrics.ttft_sec:.2f} s]"
+        self._note(note)
+        if (call := _open_call(self._conversation.messages)) is not None:
+            self._note(f"[give the result of each call, beginning with that of {call['function']['name']}]")
+
+    @staticmethod
+    def _note(note: str) -> None:
+        print(f"\x1b[2m{note}\x1b[0m" if sys.stderr.isatty() else note, file=sys.stderr, flush=True)
+
+    def _regenerate(self, rest: str) -> None:
+        params = self._params
+        if params.seed is not None:  # the same seed would give the same answer
+            params = self._params = dataclasses.replace(params, seed=(params.seed + 1) % 2**64)
+        self._print(self._conversation.regenerate(params))
+
+    def _system(self, text: str) -> None:
+        found = self._conversation.messages
+        system = found[:1] if found and found[0]["role"] == "system" else []
+        if text:
+            self._conversation.messages = [{"role": "system", "content": text}, *found[len(system) :]]
+        else:
+            print(visible(system[0]["content"] if system else "(no system message)"), file=sys.stderr)
+
+    def _save(self, name: str) -> None:
+        lines = [json.dumps(m, ensure_ascii=False) for m in self._conversation.messages]
+        try:
+            with open(_path(name), "x", encoding="utf-8", errors="surrogatepass") as f:
+                f.write("".join(f"{line}\n" for line in lines))
+        except (OSError, ValueError) as e:  # ValueError: a null byte
+            raise NanoinferError(f"{name} cannot be written: {reason(e)}: give the name of a new file") from None
+        print(f"{visible(name)}: {len(lines)} messages", file=sys.stderr)
+
+    def _load(self, name: str) -> None:
+        text = read_text(_path(name), "a list of messages")
+        found = [parse_json(line, f"{name} is not one JSON object a line") for line in text.split("\n") if line.strip()]
+        self._conversation.messages = found
+        print(f"{visible(name)}: {len(found)} messages", file=sys.stderr)
+
+
+def _open_call(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first call at the end of a conversation that has no result."""
+    done = set()
+    for message in reversed(messages):
+        if message["role"] != "tool":
+            open_calls = (call for call in message.get("tool_calls", ()) if call.get("id") not in done)
+            return next(open_calls, None)
+        done.add(message.get("tool_call_id"))
+    return None
+
+
+def _path(name: str) -> Path:
+    if not name:
+        raise NanoinferError("a file name is missing: /save FILE or /load FILE")
+    return Path(name).expanduser()
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """In this context the first Ctrl-C only sets what the yielded function returns; the second one raises.
+
+    An answer that ends between two steps leaves its tokens in the KV cache. An interrupt inside a step resets it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+    pressed = threading.Event()
+
+    def note(signum: int, frame: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def messages(read: Callable[[bool], str]) -> Iterator[str]:
+    r"""Yield the messages that lines make; several lines are one message after a backslash or between triple quotes.
+
+        Hello                      "Hello"
+        one \                      "one \ntwo"
+        two
+        \"""def f():               "def f():\n    pass"
+            pass\"""
+
+    Args:
+        read: returns the next line; the argument is whether a message begins with it. Raises EOFError at the end.
+    """
+    while True:
+        try:
+            line = read(True)
+        except EOFError:
+            return
+        try:
+            if line.startswith(QUOTES):
+                line = line.removeprefix(QUOTES)
+                while not line.endswith(QUOTES):
+                    line += "\n" + read(False)
+                line = line.removesuffix(QUOTES).removesuffix("\n")
+            else:
+                while line.endswith("\\"):
+                    line = line[:-1] + "\n" + read(False)
+        except EOFError:  # in the middle of a message, which ends here
+            line = line.removesuffix("\\")
+        except KeyboardInterrupt:  # drops the lines so far
+            print(file=sys.stderr)
+            continue
+        yield line.removeprefix("\n")
+
+
+def reader() -> Callable[[bool], str]:
+    """Return a function that reads a line of standard input."""
+    if not sys.stdin.isatty():
+        return _read_pipe
+    with suppress(ImportError):  # with it, input() has history and editing
+        import readline  # noqa: F401
+    return _Terminal()
+
+
+def _read_pipe(first: bool) -> str:
+    with reading_stdin():
+        line = sys.stdin.buffer.readline().decode("utf-8")
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n").removesuffix("\r")
+
+
+class _Terminal:
+    """Reads lines after a prompt. Ctrl-C clears the line; twice in a row, it is the end."""
+
+    def __init__(self) -> None:
+        self._interrupted = False
+
+    def __call__(self, first: bool) -> str:
+        while True:
+            try:
+                with reading_stdin():
+                    line = self._input(_MARKS[first])
+            except EOFError:
+                print(file=sys.stderr)
+                raise
+            except KeyboardInterrupt:
+                if not first:
+                    raise
+                print("\n(Ctrl-C again, or /exit, ends the conversation)" if not self._interrupted else "",
+                      file=sys.stderr)  # fmt: skip
+                if self._interrupted:
+                    raise EOFError from None
+                self._interrupted = True
+                continue
+            self._interrupted = False
+            return line
+
+    @staticmethod
+    def _input(mark: str) -> str:
+        if sys.stdout.isatty():
+            return input(mark)
+        try:  # stdout is a file: no prompt in it
+            print(mark, end="", file=sys.stderr, flush=True)
+        except OSError:
+            drop(sys.stderr)
+        return input()

@@ -1,9 +1,4 @@
-"""`nanoinfer eval`: perplexity of a text file.
-
-Examples:
-    nanoinfer eval play.txt
-    nanoinfer eval play.txt --model gpt2 --stride 256 --json
-"""
+"""`nanoinfer eval`: perplexity of a text file."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from pathlib import Path
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import PATH, json_flag, llm_config, model_flag, tokenizer_flag
+from nanoinfer.cli.options import config_flag, llm_config, option
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -24,20 +19,23 @@ from nanoinfer.utils.progress import ProgressBar
 
 
 @command("eval")
-@argument("file", metavar="FILE", type=PATH, help="Text file, UTF-8.")
-@model_flag
-@tokenizer_flag
-@click.option(
-    "--stride",
-    metavar="INT",
-    type=int,
-    help="Tokens by which the window advances; each token is predicted from at least block_size - stride tokens"
+@argument("file", metavar="FILE", type=click.Path(path_type=Path), help="Text file, UTF-8.")
+@config_flag("model", default="shakespeare")
+@config_flag("tokenizer")
+@option(
+    "stride",
+    "Tokens by which the window advances; each token is predicted from at least block_size - stride tokens"
     " (default: half of block_size).",
 )
-@json_flag("Print one JSON object.")
+@option("as_json", "Print one JSON object.")
 @llm_config("engine")
 def evaluate(file: Path, stride: int | None, as_json: bool, config: LLMConfig) -> None:
-    """Print the perplexity of a text file, and bits per character."""
+    """Print the perplexity of a text file, and bits per character.
+
+    Examples:
+        nanoinfer eval play.txt
+        nanoinfer eval play.txt --model gpt2 --stride 256 --json
+    """
     text = read_text(file)
 
     from nanoinfer.entrypoints.llm import LLM

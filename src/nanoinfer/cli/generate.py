@@ -1,12 +1,4 @@
-"""`nanoinfer generate`: text from prompts.
-
-Examples:
-    nanoinfer generate "O Romeo,"                       # the built-in model
-    nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
-    nanoinfer generate --model gpt2 --file prompts.txt --lines --json
-    echo "To be" | nanoinfer generate --draft shakespeare-draft
-    nanoinfer generate "Name:" --regex "[A-Z][a-z]{2,8}"
-"""
+"""`nanoinfer generate`: text from prompts."""
 
 from __future__ import annotations
 
@@ -14,31 +6,102 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from nanoinfer.cli import decoding
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import (
-    NO_FLAGS,
-    PATH,
-    flags,
-    generation_config_flag,
-    json_flag,
-    llm_config,
-    model_flag,
-    of_model,
-    tokenizer_flag,
-)
+from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, of_model, option
 from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
+from nanoinfer.sampling_params import COMMAND_DEFAULTS, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.utils.files import read_text
+
+if TYPE_CHECKING:
+    from nanoinfer.entrypoints.llm import LLM
+
+EARLY_STOPPING: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
+SHARED = ("n", "max_tokens", "ignore_eos")
+"""Flags of sampling that a beam search has, too."""
+
+
+@dataclass(frozen=True)
+class BeamFlags:
+    """The flags of beam search; None: not given."""
+
+    beam_width: int | None = None
+    """Beams of a beam search, instead of sampling; the best -n outputs are printed."""
+    length_penalty: float | None = None
+    """Exponent of the length that divides an output's log-probability (default: 1.0)."""
+    early_stopping: str | None = None
+    """When a beam search ends: false, true or never (default: false)."""
+
+    def search(self, params: SamplingParams, defaults: SamplingParams) -> BeamSearchParams | None:
+        """Return the parameters of the beam search that the flags ask for, or None.
+
+        Args:
+            params: from the flags of sampling.
+            defaults: the same flags, if none is given.
+
+        Raises:
+            NanoinferError: flags contradict each other, or a value is out of range.
+        """
+        if self.beam_width is None:
+            if self != BeamFlags():
+                name = "--length-penalty" if self.length_penalty is not None else "--early-stopping"
+                raise NanoinferError(f"{name} needs --beam-width: beam search uses it, sampling does not")
+            return None
+        for name in (f.name for f in fields(params) if f.name not in SHARED):
+            if getattr(params, name) != getattr(defaults, name):
+                flag = "--" + name.replace("_", "-") if name != "structured_outputs" else "a structured output"
+                raise NanoinferError(f"{flag} is not used with --beam-width: leave one of them out")
+        if params.n > self.beam_width:
+            raise NanoinferError(f"n={params.n} is more than beam_width={self.beam_width}: raise --beam-width")
+        if (early := self.early_stopping or "false") not in EARLY_STOPPING:
+            raise NanoinferError(f"--early-stopping {early!r} is unknown: use one of {', '.join(EARLY_STOPPING)}")
+        return BeamSearchParams(
+            self.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=EARLY_STOPPING[early],
+        )
+
+
+@dataclass(frozen=True)
+class StructuredFlags:
+    """The flags of structured outputs, of which at most one is given."""
+
+    json_schema: str | None = None
+    """JSON schema that the output must match: its text, or a file."""
+    json_object: bool = False
+    """The output must be a JSON object."""
+    regex: str | None = None
+    """Regular expression (Rust's syntax) that the whole output must match."""
+    choice: tuple[str, ...] = ()
+    """The output must be this string, or another one that is given so. May be repeated."""
+    grammar: Path | None = None
+    """File with a context-free grammar, Lark or GBNF, that the output must match."""
+
+    def params(self) -> StructuredOutputsParams | None:
+        """Return what the flags ask for, or None. Raises NanoinferError if several are given, or a file is bad."""
+        if self == StructuredFlags():
+            return None
+        given = [
+            f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, False, ())
+        ]
+        if len(given) > 1:
+            raise NanoinferError(f"{' and '.join(given)} are both given: leave one of them out")
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema), "a JSON schema")
+        grammar = None if self.grammar is None else read_text(self.grammar, "a grammar")
+        return StructuredOutputsParams(schema, self.regex, self.choice or None, grammar, self.json_object or None)
 
 
 @command("generate")
@@ -48,26 +111,19 @@ from nanoinfer.utils.files import read_text
     nargs=-1,
     help="Prompts. Without one, and without --file, stdin is read as one prompt.",
 )
-@click.option("--prompt", "-p", metavar="TEXT", multiple=True, help="Prompt, instead of an argument. May be repeated.")
-@model_flag
-@tokenizer_flag
-@click.option(
-    "--file", "-f", metavar="PATH", type=PATH, multiple=True, help="UTF-8 file to read as one prompt. May be repeated."
-)
-@click.option("--lines", is_flag=True, help="Read each line of the files or of stdin as a prompt, empty lines too.")
-@click.option("--token-ids", is_flag=True, help="Prompts are token ids: '15496 11 995'.")
-@click.option(
-    "--logit-bias",
-    metavar="ID=BIAS",
-    multiple=True,
-    help="Values to add to the logits of these token ids. May be repeated.",
-)
-@click.option("--echo", is_flag=True, help="Print each prompt before its output.")
-@json_flag("Print one JSON object per prompt and line, with token ids and metrics.")
-@generation_config_flag
+@option("prompt", "Prompt, instead of an argument. May be repeated.")
+@config_flag("model", default="shakespeare")
+@config_flag("tokenizer")
+@option("file", "UTF-8 file to read as one prompt. May be repeated.")
+@option("lines", "Read each line of the files or of stdin as a prompt, empty lines too.")
+@option("token_ids", "Prompts are token ids: '15496 11 995'.")
+@option("logit_bias", "Values to add to the logits of these token ids. May be repeated.", "ID=BIAS")
+@option("echo", "Print each prompt before its output.")
+@option("as_json", "Print one JSON object per prompt and line, with token ids and metrics.")
+@config_flag("generation_config")
 @flags(SamplingParams, "params", skip=NO_FLAGS, defaults=COMMAND_DEFAULTS)
-@flags(decoding.StructuredFlags, "structured_flags")
-@flags(decoding.BeamFlags, "beam_flags")
+@flags(StructuredFlags, "structured_flags")
+@flags(BeamFlags, "beam_flags")
 @llm_config("speculation", "engine")
 def generate(
     prompts: tuple[str, ...],
@@ -80,17 +136,25 @@ def generate(
     as_json: bool,
     config: LLMConfig,
     params: SamplingParams,
-    beam_flags: decoding.BeamFlags,
-    structured_flags: decoding.StructuredFlags,
+    beam_flags: BeamFlags,
+    structured_flags: StructuredFlags,
 ) -> None:
-    """Generate text from prompts, streamed as it is generated."""
+    """Generate text from prompts, streamed as it is generated.
+
+    Examples:
+        nanoinfer generate "O Romeo,"                       # the built-in model
+        nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
+        nanoinfer generate --model gpt2 --file prompts.txt --lines --json
+        echo "To be" | nanoinfer generate --draft shakespeare-draft
+        nanoinfer generate "Name:" --regex "[A-Z][a-z]{2,8}"
+    """
     if prompts and prompt:
         raise NanoinferError(
             f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
         )
     texts = _read_prompts(list(prompts or prompt), file, lines)
     bias, structured = _parse_bias(logit_bias), structured_flags.params()
-    params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
+    params = replace(params, logit_bias=bias, structured_outputs=structured)
     beams = beam_flags.search(params, SamplingParams(**COMMAND_DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
@@ -101,12 +165,40 @@ def generate(
         params = of_model(params, llm)
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
-    ids, stream = decoding.start(llm, given, params, beams)
+    ids, stream = _start(llm, given, params, beams)
     shown = None if as_json else _InOrder(ids, params.n, partial(_heading, texts, params.n, echo))
     if failures := _print_stream(ids, stream, shown):
         for i, message in dict.fromkeys(failures):
             complain(f"prompt {i + 1} of {len(ids)}: {message}" if len(ids) > 1 else message)
         raise click.exceptions.Exit(1)
+
+
+def _start(
+    llm: LLM, prompts: list[Any], params: SamplingParams, beams: BeamSearchParams | None
+) -> tuple[list[int], Iterator[Delta | RequestOutput]]:
+    """Return the requests' ids, and their deltas and outputs: n of each prompt, also of a beam search."""
+    if params.num_sequences > params.n:
+        outputs = llm.generate(prompts, params)
+        return [cast(int, o.request_id) for o in outputs], _at_once(outputs)
+    ids, stream = llm.stream_outputs(prompts, beams or params)
+    return ids, stream if beams is None else _first(stream, params.n)
+
+
+def _at_once(outputs: list[RequestOutput]) -> Iterator[Delta | RequestOutput]:
+    """Yield finished outputs as a stream does."""
+    for output in outputs:
+        for o in output.outputs:
+            yield Delta(cast(int, output.request_id), o.index, o.text, o.finish_reason, len(o.token_ids), o.error)
+        yield output
+
+
+def _first(stream: Iterator[Delta | RequestOutput], n: int) -> Iterator[Delta | RequestOutput]:
+    """Yield what belongs to the first n outputs of each request."""
+    for item in stream:
+        if isinstance(item, RequestOutput):
+            yield replace(item, outputs=item.outputs[:n])
+        elif item.index < n:
+            yield item
 
 
 def _print_stream(

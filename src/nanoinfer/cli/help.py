@@ -1,10 +1,8 @@
-"""Help of a sub-command: options grouped by topic, then the examples of its module, in 80 columns."""
+"""Help of a sub-command: options grouped by topic, then its examples, in 80 columns."""
 
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -119,13 +117,14 @@ class Command(click.Command):
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:
-    """Return the decorator that makes a function a sub-command; its help is the function's docstring."""
-    return lambda function: click.command(name, Command, epilog=examples(sys.modules[function.__module__]))(function)
+    """Return the decorator that makes a function a sub-command.
 
+    The help is the first line of the function's docstring, and its "Examples:", whose lines are kept ("\\b").
+    """
 
-def examples(module: Any) -> str:
-    """Return the "Examples:" of a module's docstring, as an epilog that keeps its lines ("\\b")."""
-    found = re.search(r"^Examples:\n((?:    .*\n?)+)", inspect.getdoc(module) or "", re.M)
-    assert found is not None, module.__name__
-    lines = [f"  {line.strip()}" for line in found[1].splitlines()]
-    return "\n".join(["\b", "Examples:", *lines])
+    def decorate(function: Callable[..., Any]) -> Command:
+        line, _, examples = (inspect.getdoc(function) or "").partition("\n\nExamples:\n")
+        epilog = "\n".join(["\b", "Examples:", *(f"  {line.strip()}" for line in examples.splitlines())])
+        return click.command(name, Command, help=line, epilog=epilog)(function)
+
+    return decorate

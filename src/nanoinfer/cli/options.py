@@ -1,66 +1,93 @@
-"""Command-line flags from dataclasses: names, types, defaults and help are read from the fields.
+r"""Command-line flags from dataclasses and signatures: names, types, defaults and help are read from them.
 
 A field `max_tokens: int = 128` followed by the string "Most tokens ..." becomes
-`--max-tokens INT  Most tokens ... [default: 128]`, so that flags and Python names never drift apart.
+`--max-tokens INT  Most tokens ... [default: 128]`, so that flags and Python names never drift apart. A parameter of a
+command that is in no dataclass becomes a flag by `option`. Some values are written differently than in Python:
+parse_size("512MB") -> 512000000      unescape(r"\n\n") -> two newlines
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanoinfer.cli.values import parse_size, size_units, unescape
-from nanoinfer.config import GENERATION_CONFIGS, LLMConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.field_docs import field_docs
 
 if TYPE_CHECKING:
     from nanoinfer.entrypoints.llm import LLM
 
-PATH: Any = click.Path(path_type=Path)
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
+UNITS |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")}
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|([nrt\\])|)")
 # Type of a field -> type of its flag, and what stands for the value in the help.
 _TYPES: dict[Any, tuple[Any, str | None]] = {
-    bool: (bool, None), int: (int, "INT"), float: (float, "NUMBER"), str: (str, "TEXT"), Path: (PATH, "PATH"),
+    bool: (bool, None), int: (int, "INT"), float: (float, "NUMBER"), str: (str, "TEXT"),
+    Path: (click.Path(path_type=Path), "PATH"),
 }  # fmt: skip
-# Fields whose flags are written differently than in Python: how to read one, its metavar, what to add to the help.
+
+
+def parse_size(text: str) -> int:
+    """ "1GiB" -> 1073741824; "1.5 kB" -> 1500; a plain number is bytes."""
+    found = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,9})?) *([a-zA-Z]*)", text.strip(), re.ASCII)
+    if found is None or (unit := UNITS.get(found[2].lower())) is None:
+        raise click.BadParameter(f"{show(text)} is not a size: give bytes, or a number with {size_units()}")
+    size = Fraction(found[1]) * unit
+    if size.denominator != 1:
+        raise click.BadParameter(f"{show(text)} is not a whole number of bytes")
+    return int(size)
+
+
+def size_units() -> str:
+    """Return the units that a size may have, for messages."""
+    return "kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+
+
+def unescape(text: str) -> str:
+    r"""Replace \n, \r, \t, \\, \xNN and \uNNNN by their characters; another backslash is an error."""
+
+    def character(found: re.Match[str]) -> str:
+        if code := found[1] or found[2]:
+            return chr(int(code, 16))
+        if found[3] is None:
+            raise click.BadParameter(
+                rf"{show(text)}: a backslash begins \n, \r, \t, \\, \xNN or \uNNNN; write \\ for itself"
+            )
+        return _CONTROLS[found[3]]
+
+    return _ESCAPE.sub(character, text)
+
+
+# Flags that are written differently than in Python: how to read one, its metavar, what to add to the help.
 _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
     "kv_cache_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
     "graph_memory": (parse_size, "SIZE", "Units as above."),
     "stop": (unescape, "TEXT", r"Escapes: \n, \r, \t, \\, \xNN, \uNNNN. May be repeated."),
     "bad_words": (unescape, "TEXT", "Escapes as for stop. May be repeated."),
 }
-# Second names of flags.
-_ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
-_OF_MODEL = (
-    "model",
-    "tokenizer",
-    "generation_config",
-    "generic_tools",
-)  # fields of LLMConfig that are flags of their own
+# Second names of flags, and names that are not the parameter's.
+_ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp", "prompt": "-p", "file": "-f"}
+_NAMES = {"as_json": "json"}
+_OF_MODEL = ("model", "tokenizer", "generation_config", "generic_tools")  # fields of LLMConfig that are flags
+_HELP = {
+    "model": "A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
+    "tokenizer": "Model whose tokenizer to use, instead of the model's own.",
+    "chat_template": "Jinja template to use instead of the model's own.",
+}
 _Command = Callable[..., Any]
-
-model_flag = click.option(
-    "--model", "-m", metavar="NAME", default="shakespeare", show_default=True,
-    help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
-)  # fmt: skip
-tokenizer_flag = click.option(
-    "--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."
-)
-chat_template_flag = click.option(
-    "--chat-template", metavar="FILE", type=PATH, help="Jinja template to use instead of the model's own."
-)
-
-generic_tools_flag = click.option("--generic-tools", is_flag=True, help=field_docs(LLMConfig)["generic_tools"])
-generation_config_flag = click.option(
-    "--generation-config", metavar="NAME", type=click.Choice(GENERATION_CONFIGS), default="auto", show_default=True,
-    help=field_docs(LLMConfig)["generation_config"],
-)  # fmt: skip
 NO_FLAGS = (
     "logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind",
     "output_token_ids",
@@ -79,9 +106,29 @@ def of_model(params: SamplingParams, llm: LLM) -> SamplingParams:
     return llm.requests.merge(params, are_given(f.name for f in dataclasses.fields(params)))
 
 
-def json_flag(help: str) -> Callable[[_Command], _Command]:
-    """Return the decorator that adds --json, which a command gets as `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help=help)
+def option(name: str, help: str, metavar: str | None = None) -> Callable[[_Command], _Command]:
+    """Decorate a command so that its parameter `name` becomes a flag, of the type and with the default that it has.
+
+    Without a default, the value is None, False or empty where the type allows it, and must be given elsewhere.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        hint = typing.get_type_hints(command)[name]
+        default = inspect.signature(command).parameters[name].default
+        if default is inspect.Parameter.empty:
+            empty = False if hint is bool else () if typing.get_origin(hint) is tuple else dataclasses.MISSING
+            default = None if type(None) in typing.get_args(hint) else empty
+        return _option(name, hint, help, default, metavar)(command)
+
+    return decorate
+
+
+def config_flag(name: str, default: Any = None) -> Callable[[_Command], _Command]:
+    """Return the decorator that adds the flag of a field of LLMConfig that is in none of its parts."""
+    hint, doc = typing.get_type_hints(LLMConfig)[name], _HELP.get(name) or field_docs(LLMConfig)[name]
+    own_default = getattr(LLMConfig, name, None) if default is None else default
+    hint = Path if name == "chat_template" else hint
+    return _option(name, hint, doc, own_default, {Path: "FILE", bool: None}.get(hint, "NAME"))
 
 
 def flags(
@@ -136,16 +183,17 @@ def llm_config(*parts: str) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def _option(name: str, hint: Any, doc: str, default: Any) -> Callable[[_Command], _Command]:
-    """Return the decorator that adds the flag of one field."""
+def _option(name: str, hint: Any, doc: str, default: Any, metavar: str | None = None) -> Callable[[_Command], _Command]:
+    """Return the decorator that adds one flag."""
     hint = next((t for t in typing.get_args(hint) if typing.get_origin(t) is tuple), hint)  # of tuple | None, tuple
     kind = next(t for t in (hint, *typing.get_args(hint)) if t in _TYPES)  # of int | str | None, int
-    parse, metavar, note = _WRITTEN.get(name, (*_TYPES[kind], ""))
-    flag = f"--{name.replace('_', '-')}"
-    names = [f"{flag}/--no-{flag[2:]}" if kind is bool and default else flag]
+    parse, usual_metavar, note = _WRITTEN.get(name, (*_TYPES[kind], ""))
+    flag = f"--{_NAMES.get(name, name).replace('_', '-')}"
+    has_negation = kind is bool and (default or hint is not bool)  # None of bool | None is neither
+    names = [f"{flag}/--no-{flag[2:]}" if has_negation else flag]
     if name in _ALIASES:
         names.append(_ALIASES[name])
-    settings: dict[str, Any] = {"help": f"{doc} {note}".strip(), "type": parse, "metavar": metavar}
+    settings: dict[str, Any] = {"help": f"{doc} {note}".strip(), "type": parse, "metavar": metavar or usual_metavar}
     settings |= {"is_flag": True} if kind is bool else {"multiple": typing.get_origin(hint) is tuple}
     if default is dataclasses.MISSING:
         return click.option(*names, name, required=True, **settings)

@@ -1,11 +1,4 @@
-"""`nanoinfer profile`: where the time of one generation goes.
-
-Examples:
-    nanoinfer profile "O Romeo," --engine static
-    nanoinfer profile --model random:gpt2 --prompt-tokens 512 --decode-only
-    nanoinfer profile "To be" --trace trace.json        # for ui.perfetto.dev
-    nanoinfer profile "To be" --json | jq '.parts[] | {name, share_percent}'
-"""
+"""`nanoinfer profile`: where the time of one generation goes."""
 
 from __future__ import annotations
 
@@ -17,10 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import NO_FLAGS, PATH, flags, json_flag, llm_config, model_flag, tokenizer_flag
+from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, option
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -42,25 +33,19 @@ _TEXT = (
 
 @command("profile")
 @argument("prompt", metavar="[PROMPT]", required=False, help="Prompt; without one, random tokens.")
-@model_flag
-@tokenizer_flag
-@click.option(
-    "--max-tokens", metavar="INT", default=32, show_default=True, help="Tokens to generate, end-of-text tokens or not."
-)
-@click.option(
-    "--prompt-tokens",
-    metavar="INT",
-    type=int,
-    help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]",
-)
-@click.option("--decode-only", is_flag=True, help="Begin after the first token.")
-@click.option("--trace", metavar="PATH", type=PATH, help="Write a Chrome trace of the profiled run to this file.")
-@json_flag("Print one JSON object, with every operator.")
+@config_flag("model", default="shakespeare")
+@config_flag("tokenizer")
+@option("max_tokens", "Tokens to generate, end-of-text tokens or not.")
+@option("prompt_tokens", f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]")
+@option("decode_only", "Begin after the first token.")
+@option("trace", "Write a Chrome trace of the profiled run to this file.")
+@option("as_json", "Print one JSON object, with every operator.")
 @flags(SamplingParams, "params", skip=("best_of", *_TEXT, *NO_FLAGS))
 @llm_config("engine")
 def profile(
+    *,
     prompt: str | None,
-    max_tokens: int,
+    max_tokens: int = 32,
     prompt_tokens: int | None,
     decode_only: bool,
     trace: Path | None,
@@ -68,7 +53,14 @@ def profile(
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
-    """Print the time of each part of the model and of each operator."""
+    """Print the time of each part of the model and of each operator.
+
+    Examples:
+        nanoinfer profile "O Romeo," --engine static
+        nanoinfer profile --model random:gpt2 --prompt-tokens 512 --decode-only
+        nanoinfer profile "To be" --trace trace.json        # for ui.perfetto.dev
+        nanoinfer profile "To be" --json | jq '.parts[] | {name, share_percent}'
+    """
     if prompt is not None and prompt_tokens is not None:
         raise NanoinferError(f"prompt_tokens={prompt_tokens} has no use beside a prompt: give one of them")
     num_prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
@@ -79,7 +71,7 @@ def profile(
 
         from nanoinfer.entrypoints.llm import LLM
         from nanoinfer.profiling.profiler import profile as run
-        from nanoinfer.profiling.recording import random_prompts
+        from nanoinfer.profiling.profiler import random_prompts
 
         llm = LLM.from_config(config)
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt

@@ -1,21 +1,13 @@
-"""`nanoinfer roofline`: what a model costs, and the limits that a device sets to its speed.
-
-Examples:
-    nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
-    nanoinfer roofline gpt2 --dtype int8                # measures this machine
-    nanoinfer roofline model.gguf                       # the file's own formats
-    nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
-    nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
-"""
+"""`nanoinfer roofline`: what a model costs, and the limits that a device sets to its speed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import flags, json_flag
+from nanoinfer.cli.options import flags, option
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
-from nanoinfer.roofline.devices import DEVICES
+from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
 if TYPE_CHECKING:
@@ -34,10 +26,18 @@ _STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached dec
 
 @command("roofline")
 @argument("model", metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file.")
-@json_flag("Print one JSON document; keys name the units.")
+@option("as_json", "Print one JSON document; keys name the units.")
 @flags(Question, "question")
 def roofline(model: str, as_json: bool, question: Question) -> None:
-    """Print the FLOPs, bytes and time limits of a model on a device."""
+    """Print the FLOPs, bytes and time limits of a model on a device.
+
+    Examples:
+        nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
+        nanoinfer roofline gpt2 --dtype int8                # measures this machine
+        nanoinfer roofline model.gguf                       # the file's own formats
+        nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
+        nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
+    """
     from nanoinfer.engines.devices import resolve_device
 
     local = "cpu" if question.device in DEVICES else resolve_device("auto")
@@ -63,12 +63,6 @@ def _show(r: dict[str, Any]) -> None:
         console.print(f"\n{title}")
         console.print(_costs(r[key]))
         _print_step(console, r[key], device["bandwidth_bytes_per_sec"])
-    for step in r.get("gpu_steps", ()):
-        console.print(
-            f"estimate for {step['engine']}, {step['num_kernels']} kernels: {si(step['step_sec'], 's')} a step,"
-            f" {step['tokens_per_sec']:,.0f} tokens/s\n  ({si(step['bytes_sec'], 's')} for the bytes,"
-            f" {si(step['kernels_sec'], 's')} for the kernels)"
-        )
     console.print(
         f"\nKV cache: {memory['kv_cache_layer_formula']} bytes a layer = {si(memory['kv_cache_layer_bytes'], 'B')},\n"
         f"  {memory['kv_cache_formula']} bytes in all = {si(memory['kv_cache_bytes'], 'B')};"
@@ -101,9 +95,7 @@ def _print_step(console: Any, step: dict[str, Any], bandwidth: float) -> None:
         f"{step['bound']}-bound, {step['bound_ratio']:,.2f} times: {si(step['memory_sec'], 's')} for the bytes,"
         f" {si(step['compute_sec'], 's')} for the FLOPs\n"
         f"{si(step['step_sec'], 's')} a step, {step['tokens_per_sec']:,.0f} tokens/s,"
-        f" {step['intensity_flops_per_byte']:,.2f} FLOP/B\n"
-        f"left out: activations, {si(step['activation_bytes_left_out'], 'B')}"
-        f" = {si(step['activation_bytes_left_out'] / bandwidth, 's')} if all of them went through memory"
+        f" {step['intensity_flops_per_byte']:,.2f} FLOP/B"
     )
     if step["bandwidth_bytes_per_sec"] != bandwidth:
         console.print(

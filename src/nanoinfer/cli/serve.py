@@ -1,12 +1,4 @@
-"""`nanoinfer serve`: an HTTP server with OpenAI's interface.
-
-Examples:
-    nanoinfer serve shakespeare
-    nanoinfer serve gpt2 --quantization int8 --port 9000
-    nanoinfer serve gpt2 --replicas 2
-    nanoinfer serve a.gguf b.gguf --idle-unload 300
-    nanoinfer serve a.gguf b.gguf --chat-template b.gguf=tools.jinja
-"""
+"""`nanoinfer serve`: an HTTP server with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -17,7 +9,7 @@ from pathlib import Path
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import flags, generation_config_flag, generic_tools_flag, llm_config, tokenizer_flag
+from nanoinfer.cli.options import config_flag, flags, llm_config
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, missing_extra
@@ -30,13 +22,13 @@ from nanoinfer.utils.files import read_text
     "models", metavar="MODEL...", nargs=-1, required=True,
     help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET; or several.",
 )  # fmt: skip
-@tokenizer_flag
+@config_flag("tokenizer")
 @click.option(
     "--chat-template", "chat_templates", metavar="[MODEL=]FILE", multiple=True,
     help="Jinja template to use instead of the model's own, of all models or of one. May be repeated.",
 )  # fmt: skip
-@generic_tools_flag
-@generation_config_flag
+@config_flag("generic_tools")
+@config_flag("generation_config")
 @flags(ServerConfig, "server")
 @flags(ClusterConfig, "cluster")
 @llm_config("pooling", "scheduler", "speculation", "engine")
@@ -47,7 +39,15 @@ def serve(
     cluster: ClusterConfig,
     config: LLMConfig,
 ) -> None:
-    """Serve models over HTTP with OpenAI's interface."""
+    """Serve models over HTTP with OpenAI's interface.
+
+    Examples:
+        nanoinfer serve shakespeare
+        nanoinfer serve gpt2 --quantization int8 --port 9000
+        nanoinfer serve gpt2 --replicas 2
+        nanoinfer serve a.gguf b.gguf --idle-unload 300
+        nanoinfer serve a.gguf b.gguf --chat-template b.gguf=tools.jinja
+    """
     try:
         from nanoinfer.server import auth, descriptors, run
     except ModuleNotFoundError as e:

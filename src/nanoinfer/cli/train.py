@@ -1,12 +1,4 @@
-"""`nanoinfer train`: train a model from scratch or from any model that loads.
-
-Examples:
-    nanoinfer train --data play.txt --out out/char
-    nanoinfer train --data play.txt --out out/char --resume    # after Ctrl-C
-    nanoinfer train --data notes.txt --out out/notes --init gpt2
-    nanoinfer train --data notes.txt --out out/draft --distill out/notes
-    nanoinfer train --data notes.txt --out out/head --draft-head out/notes
-"""
+"""`nanoinfer train`: train a model from scratch or from any model that loads."""
 
 from __future__ import annotations
 
@@ -16,10 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from nanoinfer.cli.help import command
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.options import flags, option
 from nanoinfer.errors import NanoinferError, ResultError, missing_extra
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.files import escaped
@@ -28,25 +18,28 @@ from nanoinfer.utils.progress import ProgressBar
 if TYPE_CHECKING:
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.training.loop import TrainProgress
-    from nanoinfer.training.run import TrainRun
 
 
 @command("train")
-@click.option("--resume", is_flag=True, help="Continue from the last state saved in --out.")
+@option("resume", "Continue from the last state saved in --out.")
 @flags(TrainConfig, "config")
 def train(resume: bool, config: TrainConfig) -> None:
-    """Train a model, a draft model or a draft head."""
+    """Train a model, a draft model or a draft head.
+
+    Examples:
+        nanoinfer train --data play.txt --out out/char
+        nanoinfer train --data play.txt --out out/char --resume    # after Ctrl-C
+        nanoinfer train --data notes.txt --out out/notes --init gpt2
+        nanoinfer train --data notes.txt --out out/draft --distill out/notes
+        nanoinfer train --data notes.txt --out out/head --draft-head out/notes
+    """
     if importlib.util.find_spec("torch") is None:
         raise NanoinferError(f"training cannot run: {missing_extra('torch', 'torch')}")
 
-    from nanoinfer.training import loop, train_draft_head
+    from nanoinfer.training import loop
 
-    run: TrainRun
     target = config.distill or config.draft_head
-    if config.draft_head is not None:
-        run = train_draft_head.prepare(config, resume=resume, complete=_Writer(config))
-    else:
-        run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
+    run = loop.prepare(config, resume=resume, complete=_Writer(config) if target is not None else None)
     num_parameters = sum(p.numel() for p in run.model.parameters())
     print(
         f"{num_parameters:,} parameters, {run.train.tokens.numel():,} training tokens,"

@@ -72,10 +72,18 @@ PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 
 
 class Spans:
-    """Observer of the core that counts the entries of each part. Subclasses measure time."""
+    """Observer of the core that counts the entries of each part, and measures its wall time without its inner spans.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds; for tests.
+        mark_ranges: also mark the spans as ranges in the running torch profiler.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, mark_ranges: bool = False) -> None:
         self.calls: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self._clock, self._since, self._mark_ranges = clock, 0.0, mark_ranges
+        self._open: list[tuple[str, record_function | None]] = []
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
@@ -87,70 +95,35 @@ class Spans:
             self.leave()
 
     def enter(self, part: str) -> None:
-        """Begin a span inside the current one."""
+        """Begin a span inside the current one; time now counts for it."""
         self.calls[part] += 1
+        marked = None
+        if self._mark_ranges:
+            from torch.profiler import record_function
 
-    def leave(self) -> None:
-        """End the innermost span."""
-
-    def charge(self, part: str, calls: int, seconds: float) -> None:
-        """Add the calls and seconds of a part that the engine measured inside its steps."""
-        self.calls[part] += calls
-
-
-class Clock(Spans):
-    """Measures the wall time of each part without its inner spans, in `seconds`.
-
-    Args:
-        clock: seconds; for tests.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__()
-        self.seconds: Counter[str] = Counter()
-        self._clock, self._since = clock, 0.0
-        self._open: list[str] = []
-
-    def enter(self, part: str) -> None:
-        """Begin a span; time now counts for it."""
-        super().enter(part)
-        now = self._clock()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since  # type: ignore[assignment]
-        self._open.append(part)
-        self._since = now
+            marked = record_function(PREFIX + part)
+            marked.__enter__()  # type: ignore[no-untyped-call]
+        self._charge_open()
+        self._open.append((part, marked))
 
     def leave(self) -> None:
         """End the innermost span; time now counts for the enclosing one."""
+        self._charge_open()
+        if (marked := self._open.pop()[1]) is not None:
+            marked.__exit__(None, None, None)
+
+    def _charge_open(self) -> None:
+        """Count the time since the last change for the innermost span."""
         now = self._clock()
-        self.seconds[self._open.pop()] += now - self._since  # type: ignore[assignment]
+        if self._open:
+            self.seconds[self._open[-1][0]] += now - self._since  # type: ignore[assignment]
         self._since = now
 
     def charge(self, part: str, calls: int, seconds: float) -> None:
-        """Add the calls and seconds of a part, and subtract the seconds from the engine's."""
-        super().charge(part, calls, seconds)
+        """Add the calls and seconds of a part that the engine measured inside its steps, of whose time it is a part."""
+        self.calls[part] += calls
         self.seconds[part] += seconds  # type: ignore[assignment]
         self.seconds[ENGINE] -= seconds  # type: ignore[assignment]
-
-
-class Ranges(Spans):
-    """Marks the spans as ranges in the running torch profiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: list[record_function] = []
-
-    def enter(self, part: str) -> None:
-        """Begin a range in the profile."""
-        from torch.profiler import record_function
-
-        super().enter(part)
-        self._open.append(record_function(PREFIX + part))
-        self._open[-1].__enter__()  # type: ignore[no-untyped-call]
-
-    def leave(self) -> None:
-        """End the innermost range."""
-        self._open.pop().__exit__(None, None, None)
 
 
 @contextmanager

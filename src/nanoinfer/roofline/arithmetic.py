@@ -20,10 +20,10 @@ T tokens chooses: E (1 - (1 - k / E)^T) of them on average, if each token choose
 routers prefer some experts, so a step reads fewer.
 
 FLOPs are those of matrix products, 2 per multiply-add, as torch's FLOP counter counts them. Attention scores are
-counted as the whole rectangle of the new tokens and the keys that they read; with `causal=True`, only those that the
-mask keeps. Bytes are what a step reads: all weights once, a tied output head once, and the keys and values that the new
-tokens attend to, in their stored format. docs/inference-math.md derives both and says what is left out;
-tests/roofline/test_roofline.py compares them with counts of the real model.
+counted as the whole rectangle of the new tokens and the keys that they read. Bytes are what a step reads: all weights
+once, a tied output head once, and the keys and values that the new tokens attend to, in their stored format.
+docs/inference-math.md derives both and says what is left out; tests/roofline/test_roofline.py compares them with counts
+of the real model.
 """
 
 from __future__ import annotations
@@ -139,8 +139,6 @@ class StepCost:
     attention and its MLP, with their norms, and the number of such layers."""
     head: Cost
     """The final norm and the output head, and the norm of the embedding if there is one."""
-    activations: Poly
-    """Bytes of activations in an engine that fuses only attention; not part of any total."""
 
     @property
     def attention(self) -> Cost:
@@ -172,20 +170,12 @@ class StepCost:
         return total
 
 
-def prefill(config: ModelConfig, fmt: WeightFormat, *, causal: bool = False) -> StepCost:
+def prefill(config: ModelConfig, fmt: WeightFormat) -> StepCost:
     """Return the cost to process N tokens of each new sequence, with logits after the last token.
 
     It is also the cost of decoding one token in an engine without a KV cache.
     """
-
-    def products(w: int) -> Poly:
-        if not causal:
-            return Poly.of({(1, 2): 2})
-        if not w:
-            return Poly.of({(1, 2): 1, (1, 1): 1})
-        return Poly.of({(1, 2): 1, (1, 1): 1 - 2 * w}, window=w) + Poly.of({(1, 1): 2 * w})
-
-    return _step(config, fmt, Poly.of({(1, 1): 1}), products, lambda w: 0, Poly.of({(1, 0): 1}))
+    return _step(config, fmt, Poly.of({(1, 1): 1}), lambda w: Poly.of({(1, 2): 2}), lambda w: 0, Poly.of({(1, 0): 1}))
 
 
 def decode(config: ModelConfig, fmt: WeightFormat) -> StepCost:
@@ -193,7 +183,7 @@ def decode(config: ModelConfig, fmt: WeightFormat) -> StepCost:
     return extend(config, fmt, 1)
 
 
-def extend(config: ModelConfig, fmt: WeightFormat, num_new: int, *, causal: bool = False) -> StepCost:
+def extend(config: ModelConfig, fmt: WeightFormat, num_new: int) -> StepCost:
     """Return the cost to extend each sequence by `num_new` tokens to N tokens, with logits after each new token.
 
     Raises:
@@ -206,15 +196,7 @@ def extend(config: ModelConfig, fmt: WeightFormat, num_new: int, *, causal: bool
     def reach(w: int) -> int:
         return w + num_new - 1 if w else 0
 
-    def products(w: int) -> Poly:
-        if not causal:
-            return Poly.of({(1, 1): 2 * num_new}, window=reach(w))
-        total = Poly.of({(1, 0): -num_new * (num_new - 1)})
-        for i in range(num_new):  # the token i before the newest attends to min(N - i, w) = min(N, w + i) - i tokens
-            total += Poly.of({(1, 1): 2}, window=w + i if w else 0)
-        return total
-
-    return _step(config, fmt, tokens, products, reach, tokens)
+    return _step(config, fmt, tokens, lambda w: Poly.of({(1, 1): 2 * num_new}, window=reach(w)), reach, tokens)
 
 
 def _step(
@@ -263,8 +245,7 @@ def _step(
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
     vectors = head_norms * norm * C + config.head_bias * V + norm * config.per_layer_dim
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
-    activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
-    return StepCost(layers, head, activations)
+    return StepCost(layers, head)
 
 
 def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int, int]]:
@@ -330,46 +311,6 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
     return attention, norms + mlp + norm * config.sub_norms * F * s, 0
-
-
-def _token_activations(config: ModelConfig) -> int:
-    """Return the number of values that operations read and write for a token, beside weights, KV cache and logits."""
-    C = config.n_embd
-    # wte + wpe 3C, scalings 2C each, ln_e 2C, ln_f 2C.
-    scalings = (config.embedding_scale is not None) + (config.final_scale is not None)
-    top = 3 * config.learned_positions + 2 * scalings + 2 * config.embedding_norm + 2
-    return top * C + sum(_layer_activations(config, i) for i in range(config.n_layer))
-
-
-def _layer_activations(config: ModelConfig, layer: int) -> int:
-    """Return `_token_activations` of one layer."""
-    at, kind, latent = config.at(layer), config.layer(layer), config.latent
-    C, F, A, K = config.n_embd, at.mlp_dim, at.attn_dim, at.kv_dim
-    widths = config.qkv_widths(layer) if latent is None else (A, K, K)
-    # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
-    # activation 2F, c_proj F + C.
-    found = 2 * len(config.block_norms) * C + 8 * C + 4 * A + 3 * (sum(widths) - A)
-    if config.qk_norm != "none":
-        found += 2 * sum(widths[:2])
-    if latent is not None:  # c_attn's other outputs, norms 2R each, q_b R + Q, k_b Q + A, v_b A + V, c_proj V
-        Q, V, R = config.n_head * latent.query_dim, config.n_head * latent.value_dim, latent.query_rank
-        found += sum(config.qkv_widths(layer)) + 2 * latent.rank + Q + 2 * V - 2 * K + (3 * R + Q if R else 0)
-    if config.residual_scale is not None:
-        found += 4 * C
-    if kind.rotary is not None:
-        found += 2 * sum(widths[:2])
-    if config.sub_norms:
-        found += 2 * (A + F)
-    # c_in C + P, norm 2P, a row 2P, sum 3P; gate C + P, activation and product 5P, c_proj P + C, norm 2C, add 3C
-    if P := config.per_layer_dim:
-        found += 8 * C + 15 * P
-    if (experts := config.experts) is not None and kind.experts:
-        # router C + E; of each expert the same as of an MLP, and adding it 2C
-        S = F if experts.beside else experts.shared_width
-        shared = 3 * C + 8 * S if S else 0
-        shared += 15 * C if experts.beside else 0  # 5 further norms, the router's factor 2C, the sum 3C
-        return found + C + experts.count + experts.per_token * (5 * C + 8 * experts.width) + shared
-    return found + 2 * C + 4 * F + (C + 4 * F if config.gated_mlp else 0)  # c_gate C + F, product 3F
 
 
 def kv_cache_layer(config: ModelConfig, fmt: WeightFormat, window: int = 0) -> Poly:

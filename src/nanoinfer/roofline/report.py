@@ -9,14 +9,11 @@ from typing import Any
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
-from nanoinfer.roofline.devices import DEVICES, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
-from nanoinfer.roofline.gpu_steps import KERNEL_SEC, estimate
-from nanoinfer.roofline.measure import MEASURE
-from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
+from nanoinfer.roofline.measure import DEVICES, MEASURE, find_device
+from nanoinfer.roofline.predict import MAX_SPECULATE_K, Setting, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_model
-from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.utils.checks import require_choice, require_float, require_int
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
@@ -41,8 +38,6 @@ class Question:
     """Probability that a draft token is accepted (default: a table of several)."""
     new_tokens: int | None = None
     """Tokens to generate in the comparison with and without a KV cache (default: half of context)."""
-    causal: bool = False
-    """Count only the attention scores that the causal mask keeps, not all of them."""
 
     def __post_init__(self) -> None:
         require_int("batch", self.batch, 1, MAX_BATCH)
@@ -51,7 +46,6 @@ class Question:
         if self.new_tokens is not None:
             require_int("new_tokens", self.new_tokens, 1)
         require_choice("dtype", self.dtype, ("auto", *FORMATS))
-        require_bool("causal", self.causal)
         if self.acceptance is not None:
             require_float("acceptance", self.acceptance, 0.0, 1.0)
             if self.draft is None:
@@ -76,10 +70,9 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
     fmt = ceiling.resolve_format(question.dtype, stored)
-    on_gpu = ceiling.name in DEVICES or local_device != "cpu"
-    if fmt is FORMATS["int4"] and not on_gpu:  # that of `triton` is as it is
+    if fmt is FORMATS["int4"] and ceiling.name not in DEVICES and local_device == "cpu":  # that of `triton` is as it is
         fmt = int4(config)
-    setting = Setting(config, fmt, ceiling, question.batch, N, question.causal)
+    setting = Setting(config, fmt, ceiling, question.batch, N)
     result = {
         "model": model,
         "shape": asdict(config),
@@ -89,14 +82,11 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         "ridge_flops_per_byte": ceiling.ridge(setting.fmt, math.inf),
         "batch": question.batch,
         "context_tokens": N,
-        "causal": question.causal,
         "prefill": _step(setting, setting.prefill, question.batch * N),
         "decode": _step(setting, setting.decode, question.batch),
         "memory": _memory(setting),
         "generation": _generation(setting, num_new),
     }
-    if on_gpu:
-        result["gpu_steps"] = _gpu_steps(setting)
     if draft is not None:
         result["speculation"] = _speculation(setting, question, draft)
     return result
@@ -138,7 +128,6 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     p = setting.predict(cost)
     parts = {name: part(getattr(cost, name)) for name in ("attention", "mlp", "layer", "head", "model")}
     return parts | {
-        "activation_bytes_left_out": cost.activations(setting.B, setting.N),
         "intensity_flops_per_byte": p.intensity,
         "bound": p.bound,
         "bound_ratio": p.bound_ratio,
@@ -149,13 +138,6 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
         "step_sec": p.seconds,
         "tokens_per_sec": num_tokens / p.seconds,
     }
-
-
-def _gpu_steps(setting: Setting) -> list[dict[str, Any]]:
-    """Return the estimates of a decode step of the engines whose kernels are counted."""
-    found = [estimate(name, setting.config, setting.fmt, setting.ceiling, setting.B, setting.N) for name in KERNEL_SEC]
-    return [asdict(step) | {"step_sec": step.seconds, "tokens_per_sec": setting.B / step.seconds}
-            for step in found if step is not None]  # fmt: skip
 
 
 def _memory(setting: Setting) -> dict[str, Any]:

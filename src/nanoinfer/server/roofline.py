@@ -12,9 +12,8 @@ def tokens_per_sec(model: ModelInfo) -> float | None:
     The sequence has half the context length. A measurement takes seconds, and all cores.
     """
     from nanoinfer.roofline.arithmetic import decode
-    from nanoinfer.roofline.devices import find_device
     from nanoinfer.roofline.formats import FORMATS, mixed
-    from nanoinfer.roofline.measure import MEASURE
+    from nanoinfer.roofline.measure import MEASURE, find_device
     from nanoinfer.roofline.predict import predict
 
     name = model.quantization or model.dtype

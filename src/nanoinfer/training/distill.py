@@ -137,9 +137,19 @@ class TargetBatches:
         return self.tokens[rows], F.linear(self.hidden[rows].to(self.head.device), self.head)
 
 
+@dataclass(frozen=True)
+class HiddenBatches(TargetBatches):
+    """Windows of tokens with the target's final hidden states."""
+
+    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tokens[rows], self.hidden[rows]
+
+
 @torch.no_grad()
-def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype) -> TargetBatches:
-    """Run the target once over windows, (N, T), and return them as batches.
+def run_target(
+    target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype, *, hidden_states: bool = False
+) -> TargetBatches:
+    """Run the target once over windows, (N, T), and return them as batches, with logits or with hidden states.
 
     Args:
         target: on the training device; not changed.
@@ -156,7 +166,8 @@ def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dt
         for at in range(0, len(tokens), TARGET_BATCH):
             rows = slice(at, at + TARGET_BATCH)
             hidden[rows] = target.hidden(tokens[rows].to(device), positions, attend).to("cpu", dtype)
-    return TargetBatches(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
+    kind = HiddenBatches if hidden_states else TargetBatches
+    return kind(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
 
 
 def divergences(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ run produces the same weights as an uninterrupted one. Validation covers the hel
 it. The result is a Hugging Face folder.
 
 `out` contains the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json) and
-`training.state`, from which `--resume` continues (state.py).
+`training.state`, from which `--resume` continues (run.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,20 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.parameters import CORRECTION
 from nanoinfer.tokenizers import tokenizer as tokenizers
-from nanoinfer.training import data, distill, state
-from nanoinfer.training.run import TrainRun
+from nanoinfer.training import data, distill
+from nanoinfer.training.run import (
+    State,
+    TrainRun,
+    check_digest,
+    digest_texts,
+    digest_weights,
+    finish,
+    read_state,
+    restore,
+    save,
+)  # fmt: skip
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.training.train_draft_head import HeadRun, new_head
 
 
 @dataclass(frozen=True)
@@ -48,64 +59,80 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     Args:
         config: the run.
         resume: continue from the state in `out`.
-        complete: generates with the target of `distill`: see `distill.Complete`. It must be deterministic, so that a
-            resumed run has the same data. It is called after all checks.
+        complete: generates with the target of `distill` or `draft_head`: see `distill.Complete`. It must be
+            deterministic, so that a resumed run has the same data. It is called after all checks.
 
     Raises:
         NanoinferError: the data is unusable, `out` contains another run, or the target does not match.
     """
     from nanoinfer.engines.devices import resolve_device
 
-    device = torch.device(resolve_device(config.device))
-    out = Path(config.out)
-    saved = state.read_state(out, config, resume)
+    device, out = torch.device(resolve_device(config.device)), Path(config.out)
+    saved = read_state(out, config, resume)
     texts = data.read_texts(config.data)
-    digests = {"data": state.digest_texts(texts)}
-    state.check_digest(saved, "data", digests["data"], "other data")
+    digests = {"data": digest_texts(texts)}
+    check_digest(saved, "data", digests["data"], "other data")
     train_texts, val_texts = data.split_texts(texts, config.val_fraction)
     torch.manual_seed(config.seed)
-    target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
-    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
-    eos = next(iter(model.config.eos_token_ids), None)
-    val_tokens = data.encode_texts(tokenizer, val_texts, eos)
-    run = TrainRun(
-        config,
-        device,
-        model.to(device),
-        tokenizer_json,
-        data.Batches(data.encode_texts(tokenizer, train_texts, eos), model.config.block_size, config.seed),
-        data.Batches(val_tokens, model.config.block_size, config.seed),
-        sum(map(len, val_texts)) / len(val_tokens),
-        digests=digests,
+    target = _load_target(config)
+    model: torch.nn.Module
+    if config.draft_head is not None:
+        assert target is not None
+        assert target.tokenizer is not None
+        model, shape, tokenizer = new_head(config, target), target.config, target.tokenizer
+        tokenizer_json = tokenizers.to_json(tokenizer)
+    else:
+        model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
+        shape = model.config
+    eos = next(iter(shape.eos_token_ids), None)
+    train, val = (
+        data.Batches(data.encode_texts(tokenizer, part, eos), config.block_size, config.seed)
+        for part in (train_texts, val_texts)
     )
+    kind = TrainRun if config.draft_head is None else HeadRun
+    chars_per_token = sum(map(len, val_texts)) / len(val.tokens)
+    run = kind(config, device, model.to(device), tokenizer_json, train, val, chars_per_token, digests=digests)
     run.optimizer = make_optimizer(run)
     if target is not None:
-        state.note_target(run, target.gpt, saved)
+        digests["target"] = digest_weights(target.gpt, target.gpt, torch.float32)
+        check_digest(saved, "target", digests["target"], "another target")
     if saved is not None:
-        state.restore(run, saved)
+        restore(run, saved)
     check_writable(out)
     if target is not None:
-        source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
-        distill.check_vocabularies(target, tokenizer, source)
-        _distill_batches(run, target.gpt, tokenizer.vocab_size, complete)
+        if config.distill is not None:
+            source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
+            distill.check_vocabularies(target, tokenizer, source)
+        _use_target(run, target.gpt, tokenizer.vocab_size, complete)
     if saved is not None and saved.pending:
-        state.finish(run)
+        finish(run)
     return run
 
 
-def _distill_batches(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
-    """Replace the batches of `run` by batches with the target's logits, on the data and on generated windows."""
-    assert complete is not None, "distill needs `complete`"
-    config, block_size = run.config, run.config.block_size
+def _load_target(config: TrainConfig) -> LoadedModel | None:
+    """Return the model to learn from, if there is one."""
+    option = "distill" if config.distill is not None else "draft_head"
+    name: str | None = getattr(config, option)
+    return None if name is None else distill.load_target(name, config.block_size, option)
+
+
+def _use_target(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
+    """Replace the batches of `run` by batches with what the target computes, on the data and on generated windows."""
+    assert complete is not None, "a target needs `complete`"
+    config, block_size, of_head = run.config, run.config.block_size, isinstance(run, HeadRun)
     texts = distill.generate_windows(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
+    if isinstance(run, HeadRun):
+        run.wte = target.get_parameter("transformer.wte.weight").detach()
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
-    run.train = distill.run_target(target, every, num_tokens, config.seed, dtype)
-    run.val = distill.run_target(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
+    run.train, run.val = (
+        distill.run_target(target, windows, num_tokens, config.seed, dtype, hidden_states=of_head)
+        for windows in (every, distill.windows(run.val.tokens, block_size))
+    )
 
 
 def _start(
-    config: TrainConfig, train: list[str], val: list[str], saved: state.State | None, target: LoadedModel | None
+    config: TrainConfig, train: list[str], val: list[str], saved: State | None, target: LoadedModel | None
 ) -> tuple[GPT, tokenizers.Tokenizer, str]:
     """Return the model to start from, its tokenizer, and the tokenizer's JSON."""
     if config.init != "scratch":
@@ -211,7 +238,7 @@ def train(run: TrainRun, report: Callable[[TrainProgress], None]) -> float:
                 raise NanoinferError(f"validation loss is {val_loss} at step {run.step}: use a lower learning_rate")
             improved = val_loss < run.best_val_loss
             run.best_val_loss = min(val_loss, run.best_val_loss)
-            state.save(run, improved)
+            save(run, improved)
         report(TrainProgress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
     return run.best_val_loss
 

@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoints.gpt_loading import init_weights
+from nanoinfer.checkpoints.load import LoadedModel
 from nanoinfer.errors import NanoinferError
 from nanoinfer.speculative import draft_head, torch_ops
 from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig
-from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import fingerprint
-from nanoinfer.training import data, distill, state
-from nanoinfer.training.loop import check_writable, make_optimizer
+from nanoinfer.training import distill
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import to_numpy
@@ -63,7 +62,7 @@ class RecurrentHead(nn.Module):
 
 @dataclass
 class HeadRun(TrainRun):
-    """A run that trains a head; `train` and `val` are HiddenBatches."""
+    """A run that trains a head; `train` and `val` are `distill.HiddenBatches`."""
 
     wte: Tensor | None = None
     """The target's embedding, (V, C), on the device."""
@@ -103,60 +102,12 @@ class HeadRun(TrainRun):
         return {}
 
 
-@dataclass(frozen=True)
-class HiddenBatches(distill.TargetBatches):
-    """Windows of tokens with the target's final hidden states."""
-
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tokens[rows], self.hidden[rows]
-
-
-def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete) -> HeadRun:
-    """Read the data, run the target on it and on sequences it generates, and restore the saved state when resuming.
-
-    Args:
-        config: the run; draft_head is the target.
-        resume: continue from the state in `out`.
-        complete: see `loop.prepare`.
-
-    Raises:
-        NanoinferError: the data or the target is unusable, or `out` contains another run.
-    """
-    from nanoinfer.engines.devices import resolve_device
-
-    assert config.draft_head is not None
+def new_head(config: TrainConfig, target: LoadedModel) -> RecurrentHead:
+    """Return a head for a target, initialized by the run's seed. Raises NanoinferError if block_size is too short."""
     if config.block_size <= STEPS:
         raise NanoinferError(f"block_size={config.block_size} is too short for a draft head: use {STEPS + 1} or more")
-    device, out = torch.device(resolve_device(config.device)), Path(config.out)
-    saved = state.read_state(out, config, resume)
-    texts = data.read_texts(config.data)
-    digests = {"data": state.digest_texts(texts)}
-    state.check_digest(saved, "data", digests["data"], "other data")
-    parts = data.split_texts(texts, config.val_fraction)
-    target = distill.load_target(config.draft_head, config.block_size, "draft_head")
-    tokenizer, shape = target.tokenizer, target.config
-    assert tokenizer is not None
-    head = RecurrentHead(
-        DraftHeadConfig(target.name, shape.vocab_size, shape.n_embd, config.head_hidden, fingerprint(tokenizer))
-    )
+    assert target.tokenizer is not None
+    shape, key = target.config, fingerprint(target.tokenizer)
+    head = RecurrentHead(DraftHeadConfig(target.name, shape.vocab_size, shape.n_embd, config.head_hidden, key))
     init_weights(head, 1, config.seed)
-    separator = next(iter(shape.eos_token_ids), None)
-    train, val = (data.encode_texts(tokenizer, some, separator) for some in parts)
-    first, held_out = (data.Batches(some, config.block_size, config.seed) for some in (train, val))
-    chars_per_token = sum(map(len, parts[1])) / len(val)
-    run = HeadRun(config, device, head.to(device), tokenizers.to_json(tokenizer), first, held_out, chars_per_token)
-    run.optimizer, run.digests = make_optimizer(run), digests
-    state.note_target(run, target.gpt, saved)
-    if saved is not None:
-        state.restore(run, saved)
-    check_writable(out)
-    gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
-    written = distill.generate_windows(train, config.distill_tokens, config.block_size, config.seed, complete)
-    every = torch.cat([distill.windows(train, config.block_size), written])
-    run.wte = gpt.get_parameter("transformer.wte.weight").detach()
-    for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
-        batches = distill.run_target(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
-        setattr(run, name, HiddenBatches(batches.tokens, batches.hidden, batches.head, batches.seed))
-    if saved is not None and saved.pending:
-        state.finish(run)
-    return run
+    return head

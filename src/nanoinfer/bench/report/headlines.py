@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nanoinfer.bench.case import Row
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.row import Row
 from nanoinfer.engines.registry import ENGINES
 
 MAX_SENTENCES = 6

@@ -1,22 +1,66 @@
-"""The page: for each suite its findings and figures, and in folded sections all numbers, the machine and the command.
+"""The report: one self-contained HTML page with interactive charts, and the charts as SVG files beside it.
 
-`page.html.j2` is the template. The page fetches nothing: it contains the charts' library and their data.
+`panels` sorts rows into figures, `charts` draws them, `headlines` computes the findings, and the template
+`page.html.j2` shows for each suite its findings and figures, and in folded sections all numbers, the machine and the
+command. The page fetches nothing: it contains the charts' library and their data.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jinja2
 
-from nanoinfer.bench.columns import COLUMNS
-from nanoinfer.bench.formatting import DASH
+from nanoinfer.bench.case import Row
+from nanoinfer.bench.formatting import DASH, clean, slug
+from nanoinfer.bench.report.charts import VEGA_LITE, Figure, figures
 from nanoinfer.bench.report.headlines import headlines
-from nanoinfer.bench.report.marks import VEGA_LITE, Figure
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.row import Row
+from nanoinfer.bench.table import COLUMNS
+from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.utils.files import write_folder
+
+PAGE = "index.html"
+
+
+def write_report(results: list[Results], folder: Path) -> list[Path]:
+    """Write the report of some suites, a section each; return the files written, the page first.
+
+    Files of the same names are replaced. Raises NanoinferError without results, a package, or a writable folder.
+    """
+    if not results:
+        raise NanoinferError("a report of 0 results files has nothing to show: give at least 1")
+    files = _files(clean(results))
+    write_folder(folder, files)
+    return [folder / name for name in files]
+
+
+def _files(results: list[Results]) -> dict[str, bytes]:
+    """Return the content of every file of the report by its name."""
+    try:
+        import vl_convert  # noqa: F401  which draws them: `charts` imports it where it uses it
+    except ImportError as e:
+        raise NanoinferError(f"the report cannot be written: {missing_extra(e.name or 'a package', 'bench')}") from None
+    files: dict[str, bytes] = {PAGE: b""}
+    sections = []
+    taken: Counter[str] = Counter()
+    for each in results:
+        name, drawn = _unique(slug(each.suite), taken), figures(each)
+        sections.append(section(name, each, drawn))
+        for figure in drawn:
+            files[f"{_unique(f'{name}-{figure.name}', taken)}.svg"] = figure.svg
+    files[PAGE] = page(sections).encode()
+    return files
+
+
+def _unique(name: str, taken: Counter[str]) -> str:
+    """Return a name that was not given before: "a", then "a-2"."""
+    taken[name] += 1
+    return name if taken[name] == 1 else _unique(f"{name}-{taken[name]}", taken)
 
 
 def page(sections: Sequence[dict[str, Any]]) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from nanoinfer.bench.case import IRREGULAR, MIXED_HIGH, MIXED_LOW, OWN_TOKENS, Case
+from nanoinfer.bench.case import IRREGULAR, MIXED_HIGH, MIXED_LOW, OWN_TOKENS, Case, Row
 from nanoinfer.bench.formatting import digits, number, positive
-from nanoinfer.bench.row import Row
 
 AXES = {  # sizes that a suite may sweep -> title of the axis
     "batch": "batch (sequences)",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+from helpers.environment import ROOT
+
 pytest.importorskip("triton", reason="triton is not installed")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_steps
+from gpu_steps import estimate
 
 from nanoinfer.kernels.triton import tiles
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.roofline import gpu_steps
-from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.gpu_steps import estimate
+from nanoinfer.roofline.measure import DEVICES
 
 BFLOAT16, H200 = FORMATS["bfloat16"], DEVICES["h200"]
 

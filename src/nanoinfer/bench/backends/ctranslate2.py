@@ -8,14 +8,13 @@ suite `serving` than one batch of all. Every GPT-2 is exported, with a vocabular
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import hf_config
 from nanoinfer.checkpoints.huggingface import open_folder
@@ -73,16 +72,12 @@ class CTranslate2:
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is its callback."""
-        start = time.perf_counter()
+        recorder = Recorder(requests)
         require_room("ctranslate2", requests.longest, self._block_size)
-        tokens: list[list[int]] = [[] for _ in requests.prompts]
-        arrivals: list[list[float]] = [[] for _ in requests.prompts]
 
         def note(step: Any) -> bool:
-            i = step.batch_id
-            tokens[i].append(step.token_id)
-            arrivals[i].append(time.perf_counter() - start)
-            return bool(len(tokens[i]) >= requests.output_tokens[i])
+            i: int = step.batch_id
+            return recorder.add(i, [step.token_id]) >= requests.output_tokens[i]
 
         self._generator.generate_batch(
             [[f"t{i}" for i in prompt] for prompt in requests.prompts],
@@ -91,7 +86,7 @@ class CTranslate2:
             include_prompt_in_result=False, beam_size=1, sampling_topk=1, callback=note,
             max_batch_size=SORTED_BATCH if len(set(map(len, requests.prompts))) > 1 else 0,
         )  # fmt: skip
-        return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
+        return recorder.result()
 
 
 def _spec(weights: Path) -> Any:

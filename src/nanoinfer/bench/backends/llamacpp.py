@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: one llama_decode a step for all sequences; and the export to GGUF files.
+"""llama.cpp and ik_llama.cpp through their C interfaces, one llama_decode a step for all sequences; export to GGUF.
 
 All prompts are read first, in batches of n_batch tokens; then every step holds one token of each sequence that lacks
 any. Each sequence has its own part of the KV cache (`kv_unified` off, the default), as long as the case's longest.
@@ -6,20 +6,25 @@ Keys and values are float32 in a float32 case, so that its tokens can be compare
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
 candidates, which takes longer. `gguf_export.py` writes the float32 file; llama.cpp's own quantizer makes the other
 types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
+
+ik_llama.cpp is a fork with CPU kernels of its own, on the same files. Its interface is an older one of llama.cpp's:
+`_ik_library` gives it the names that `LlamaCpp` calls. Settings are those that its documentation recommends for CPUs:
+tensors repacked at loading (`-rtr`), flash attention. The wheel of ik-llama-cpp-python uses AVX2; a build from source
+with `CMAKE_ARGS=-DGGML_NATIVE=ON` uses what the CPU has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import hf_config
 from nanoinfer.checkpoints.gguf import export as gguf_export
@@ -32,6 +37,12 @@ _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
 _FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # which are exported
+_IK_NAMES = (
+    "llama_backend_init", "llama_model_default_params", "llama_context_default_params", "llama_model_load_from_file",
+    "llama_init_from_model", "llama_batch_init", "llama_decode",
+)  # fmt: skip
+_GGML_TYPE_F32 = 0
+
 _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
@@ -91,32 +102,26 @@ class LlamaCpp:
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is when it has been sampled from its step's logits."""
-        start = time.perf_counter()
+        recorder = Recorder(requests)
         require_room(self.name, requests.longest, self._capacity)
-        lib = self._lib
-        lib.llama_memory_clear(self._memory, False)
-        tokens: list[list[int]] = [[] for _ in requests.prompts]
-        arrivals: list[list[float]] = [[] for _ in requests.prompts]
+        self._lib.llama_memory_clear(self._memory, False)
         entries = [
             (token, pos, i, pos == len(prompt) - 1)
             for i, prompt in enumerate(requests.prompts)
             for pos, token in enumerate(prompt)
         ]
         while entries:
-            sampled: list[tuple[int, int]] = []
+            sampled: list[tuple[int, int, int]] = []  # sequence, its token, how many it has
             for first in range(0, len(entries), self._n_batch):
-                sampled += (new := self._step(entries[first : first + self._n_batch]))
-                now = time.perf_counter() - start
-                for i, token in new:
-                    tokens[i].append(token)
-                    arrivals[i].append(now)
+                new = self._step(entries[first : first + self._n_batch])
+                sampled += [(i, token, recorder.add(i, [token])) for i, token in new]
             entries = []
-            for i, token in sampled:
-                if len(tokens[i]) < requests.output_tokens[i]:
-                    entries.append((token, len(requests.prompts[i]) + len(tokens[i]) - 1, i, True))
+            for i, token, count in sampled:
+                if count < requests.output_tokens[i]:
+                    entries.append((token, len(requests.prompts[i]) + count - 1, i, True))
                 else:
-                    lib.llama_memory_seq_rm(self._memory, i, -1, -1)
-        return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
+                    self._lib.llama_memory_seq_rm(self._memory, i, -1, -1)
+        return recorder.result()
 
     def _step(self, entries: list[_Entry]) -> list[tuple[int, int]]:
         """Decode one batch; return (sequence, token) for each entry whose logits are needed, in their order."""
@@ -177,3 +182,52 @@ def _quantize(source: Path, path: Path, kind: str) -> None:
     params.nthread = num_cpus()
     if code := llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)):
         raise NanoinferError(f"{source} cannot be quantized to {kind}: llama.cpp's quantizer returned {code}")
+
+
+class IkLlamaCpp(LlamaCpp):
+    """A model of ik_llama.cpp."""
+
+    name = "ik_llama.cpp"
+
+    @staticmethod
+    def export(case: Case, weights: Path) -> Path:
+        """Return the GGUF file for a case, the same as llama.cpp's."""
+        if file_type(case) == "F32":
+            raise NanoinferError("ik_llama.cpp has no float32 cache, so its tokens cannot be compared: use bfloat16")
+        if hf_config.read(weights / "config.json").is_gpt2:
+            raise NanoinferError("ik_llama.cpp cannot run GPT-2: it expects an untied head and reads no epsilon")
+        return LlamaCpp.export(case, weights)
+
+    @staticmethod
+    def _open() -> Any:
+        return _ik_library()
+
+    @staticmethod
+    def _tune(model: Any, context: Any) -> None:
+        model.repack_tensors, model.use_mmap = True, False
+        context.flash_attn = True
+
+
+@functools.cache
+def _ik_library() -> SimpleNamespace:
+    """Return the library with llama.cpp's names."""
+    api = require_module("ik_llama_cpp._ctypes_api")
+    lib = require_module("ik_llama_cpp._lib_loader").load_shared_ik_library()
+    lib.llama_get_logits.restype = ctypes.POINTER(ctypes.c_float)
+    lib.llama_n_batch.restype = ctypes.c_uint32
+    lib.llama_kv_cache_seq_rm.restype = ctypes.c_bool
+    lib.llama_kv_cache_seq_rm.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
+    for name in ("llama_get_logits", "llama_n_batch"):
+        getattr(lib, name).argtypes = [ctypes.c_void_p]
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
+    lib.llama_log_set(callback, None)
+    return SimpleNamespace(
+        **{name: getattr(api, name) for name in _IK_NAMES},
+        GGML_TYPE_F32=_GGML_TYPE_F32,
+        llama_get_logits=lib.llama_get_logits, llama_n_batch=lib.llama_n_batch,
+        llama_max_parallel_sequences=lambda: 1 << 16,  # it has no limit of its own
+        llama_get_memory=lambda context: context,
+        llama_memory_clear=lambda context, data: api.llama_kv_cache_clear(context),
+        llama_memory_seq_rm=lib.llama_kv_cache_seq_rm,
+        log_callback=callback,  # the library keeps a pointer to it
+    )  # fmt: skip

@@ -14,11 +14,10 @@ from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
-from nanoinfer.profiling.logits_check import decode_logits
-from nanoinfer.profiling.verify_cost import synchronize, verify_ratio
+from nanoinfer.profiling.checks import decode_logits, synchronize, verify_ratio
 
 
-class NanoinferBackend:
+class EngineBackend:
     """One of our engines, driven through the public interface."""
 
     def __init__(self, case: Case, weights: Path) -> None:
@@ -76,7 +75,7 @@ class NanoinferBackend:
 
     def launches(self) -> dict[str, float]:
         """Return the fields of `launches.Launches` for a decode step on a GPU."""
-        from nanoinfer.profiling.launches import measure_launches
+        from nanoinfer.profiling.profiler import measure_launches
 
         case = self._case
         made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))

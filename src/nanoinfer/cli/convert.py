@@ -1,0 +1,181 @@
+"""`nanoinfer pack` and `nanoinfer export`: write a model's weights in another format."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nanoinfer.cli.help import argument, command
+from nanoinfer.cli.options import are_given, config_flag, flags, option
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError, about
+from nanoinfer.utils import environment
+from nanoinfer.utils.arrays import format_names
+from nanoinfer.utils.checks import require_choice
+from nanoinfer.utils.files import escaped, read_text
+from nanoinfer.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from nanoinfer.checkpoints.load import LoadedModel
+
+log = logging.getLogger("nanoinfer")
+NUM_TOKENS = 16384
+"""Default of --calibrate-tokens."""
+_CALIBRATE = "UTF-8 text of the kind that the model is used for, by which {} weights rounding errors."
+_FLAGS = ("dtype", "quantization", "threads")
+
+
+@command("pack")
+@argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
+@option("output", "Folder to write; must be empty or not exist.", "FOLDER")
+@option("calibrate", _CALIBRATE.format("--quantization int4"), "FILE")
+@option("calibrate_tokens", "Tokens of the text to use at most, in windows that are spread over it.")
+@config_flag("tokenizer")
+@flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
+def pack(
+    *, model: str, output: Path, calibrate: Path | None, calibrate_tokens: int = NUM_TOKENS, tokenizer: str | None,
+    options: EngineConfig,
+) -> None:  # fmt: skip
+    """Pack weights into a folder that engine native maps into memory.
+
+    Examples:
+        nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
+        nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
+        nanoinfer pack gpt2 --quantization int4 --calibrate text.txt -o out/gpt2
+        nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
+    """
+    from nanoinfer.checkpoints import chat_files, packed
+    from nanoinfer.checkpoints.load import load_model
+    from nanoinfer.engines.devices import resolve_dtype
+    from nanoinfer.tokenizers import tokenizer as tokenizers
+    from nanoinfer.utils.files import write_folder
+
+    if options.quantization is not None:
+        require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
+        if options.dtype != "auto":
+            raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
+    _check_calibration(calibrate, options.quantization == "int4", options.quantization or options.dtype)
+    loaded = load_model(model, tokenizer=tokenizer)
+    if not loaded.weights.has_head:
+        raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
+    if loaded.pooling.unsupported:
+        log.warning("no pooling is written: %s", loaded.pooling.unsupported)
+    format = options.quantization or options.dtype
+    if format != "auto":
+        if options.quantization is not None:
+            _warn_if_quantized(loaded, format)
+        loaded.weights = dataclasses.replace(loaded.weights, block_formats={})
+    elif not loaded.weights.block_formats:
+        raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
+    else:
+        format = resolve_dtype("auto", "cpu", loaded.weights.stored_dtype)
+    block_formats = loaded.weights.block_formats
+    note = "" if calibrate is None else _calibrate_model(loaded, calibrate, calibrate_tokens, options.threads)
+    tokenizer_json = None
+    if loaded.tokenizer is None:
+        log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
+    else:
+        tokenizer_json = tokenizers.to_json(loaded.tokenizer)
+    with ProgressBar("pack", lines=True) as bar:
+        num_bytes = packed.write_folder(
+            loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
+        )
+    chat = loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults, loaded.response_template
+    write_folder(output, chat_files.to_files(*chat, loaded.tool_template))
+    for name, files in loaded.pooling.to_files().items():
+        write_folder(output / name, files)
+    formats = " ".join(format_names(block_formats)) or format
+    print(
+        f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes{note}",
+        file=sys.stderr,
+    )
+
+
+@command("export")
+@argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed.")
+@argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=click.Path(path_type=Path))
+@option("format", "Format of the weights: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M or MXFP4_MOE.", "NAME")
+@option("force", "Replace the file if it exists.")
+@option("calibrate", _CALIBRATE.format("Q4_0 and Q4_K_M"), "FILE")
+@option("calibrate_tokens", "Tokens of the text to use at most, in windows that are spread over it.")
+@config_flag("tokenizer")
+@option("no_tokenizer", "Write no tokenizer: the file then takes token ids only.")
+def export(
+    *, model: str, output: Path, format: str = "F16", force: bool, calibrate: Path | None,
+    calibrate_tokens: int = NUM_TOKENS, tokenizer: str | None, no_tokenizer: bool,
+) -> None:  # fmt: skip
+    """Write a model as a GGUF file, which llama.cpp loads.
+
+    Examples:
+        nanoinfer export shakespeare shakespeare.gguf
+        nanoinfer export out/notes notes.gguf --format Q8_0
+        nanoinfer export path/to/folder model.gguf --format Q4_K_M
+        nanoinfer export my/folder model.gguf --format Q4_K_M --calibrate text.txt
+    """
+    from nanoinfer.checkpoints.gguf import export as gguf_export
+    from nanoinfer.checkpoints.load import load_model
+
+    gguf_export.check_target(output, format, force)
+    _check_calibration(calibrate, format in ("Q4_0", "Q4_K_M"), format)
+    loaded = load_model(model, tokenizer=tokenizer)
+    if loaded.tokenizer is None and not no_tokenizer:
+        log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
+    try:
+        metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
+    except NanoinferError as e:
+        raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
+    if format not in ("F32", "F16", "BF16"):
+        _warn_if_quantized(loaded, format)
+    is_quantized = bool(loaded.weights.method or loaded.weights.block_formats)
+    file_bytes = loaded.weights.file_bytes
+    note = "" if calibrate is None else _calibrate_model(loaded, calibrate, calibrate_tokens)
+    with ProgressBar("export", lines=True) as bar:
+        num_bytes = gguf_export.write_file(loaded.take(), output, format, metadata, Path(model).name, bar.update)
+    if is_quantized and num_bytes > file_bytes:
+        log.warning("the file is larger than the %s bytes of %s, which is quantized", f"{file_bytes:,}", escaped(model))
+    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes{note}", file=sys.stderr)
+
+
+def _check_calibration(calibrate: Path | None, calibrated: bool, format: str) -> None:
+    """Check the flags before a model is loaded. `calibrated`: whether errors are weighted in the format.
+
+    Raises:
+        NanoinferError: the format has no scales to choose, or only the number of tokens is given.
+    """
+    if calibrate is not None and not calibrated:
+        raise NanoinferError(f"--calibrate has no effect on {format}, whose scales are not searched: leave it out")
+    if calibrate is None and are_given(["calibrate_tokens"]):
+        raise NanoinferError("--calibrate-tokens needs --calibrate FILE")
+
+
+def _calibrate_model(loaded: LoadedModel, path: Path, num_tokens: int, threads: int | None = None) -> str:
+    """Add the calibration by a text to a model's weights, in place; return a note for the message about the result.
+
+    Raises:
+        NanoinferError: the text cannot be read or is too short; the model has no tokenizer; engine native is missing.
+    """
+    from nanoinfer.engines.calibrate import calibrate
+    from nanoinfer.engines.registry import ENGINES
+
+    text = read_text(path, "a calibration text")
+    if (why := ENGINES["native"].unavailable()) is not None:
+        raise NanoinferError(f"--calibrate needs engine native: {why}")
+    if loaded.tokenizer is None:
+        raise NanoinferError(f"--calibrate needs a tokenizer: {loaded.no_tokenizer_reason}")
+    with ProgressBar("calibrate", lines=True) as bar, about(escaped(path)):
+        found = calibrate(loaded.weights, text, loaded.tokenizer, num_tokens, threads, bar.update)
+    loaded.weights = dataclasses.replace(loaded.weights, calibration=found)
+    return f", calibrated on {found.num_tokens:,} tokens of {escaped(path)}"
+
+
+def _warn_if_quantized(loaded: LoadedModel, format: str) -> None:
+    """Warn if weights that are quantized already are to be quantized again, in another format."""
+    formats = format_names(loaded.weights.block_formats)
+    own = loaded.weights.method or " + ".join(formats)
+    if own and formats != [format.removesuffix("_MOE").lower()]:
+        log.warning("%s is quantized already (%s): %s rounds its weights again", escaped(loaded.name), own, format)
