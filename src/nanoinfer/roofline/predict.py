@@ -70,17 +70,10 @@ class Prediction:
 
 
 def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int) -> Prediction:
-    """Return the prediction for a step of the whole model.
+    """Return the prediction for a step of the whole model, of B sequences whose newest token attends to N tokens.
 
-    Args:
-        cost: from `arithmetic`, for weights in the format `fmt`.
-        ceiling: the device.
-        fmt: weight format, which determines the dtype of the arithmetic.
-        B: sequences.
-        N: tokens that the newest token of each sequence attends to.
-
-    Raises:
-        NanoinferError: the device has no throughput for the format.
+    `cost` is from `arithmetic`, for weights in the format `fmt`, which determines the dtype of the arithmetic. Raises
+    NanoinferError if the device has no throughput for it.
     """
     flops, num_bytes = cost.model.flops(B, N), cost.model.bytes(B, N)
     return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
@@ -103,8 +96,7 @@ def expected_tokens(acceptance: float, speculate_k: int, *, bonus: bool = True) 
 
     expected_tokens(0.5, 2)  ->  1.75      expected_tokens(0.5, 2, bonus=False)  ->  1.5
 
-    Raises:
-        NanoinferError: acceptance is not in [0, 1], or speculate_k is negative.
+    Raises NanoinferError if acceptance is not in [0, 1], or speculate_k is negative.
     """
     require_float("acceptance", acceptance, 0.0, 1.0)
     require_int("speculate_k", speculate_k, 0, 1 << 16)
@@ -123,17 +115,10 @@ def verified_tokens(speculate_k: int, *, bonus: bool = True) -> int:
 def speedup(
     acceptance: float, speculate_k: int, draft_cost: float, verify_cost: float = 1.0, *, bonus: bool = True
 ) -> float:
-    """Return the speed-up over plain decoding; less than 1 is slower.
+    """Return the speed-up over plain decoding (0 proposals); less than 1 is slower.
 
-    Args:
-        acceptance: acceptance rate, in [0, 1].
-        speculate_k: proposals per round; 0 is plain decoding with a speed-up of 1.
-        draft_cost: time of a draft step over time of a target step, >= 0.
-        verify_cost: time of the verifying step over time of a target step, > 0.
-        bonus: whether a round whose proposals are all accepted has one more token.
-
-    Raises:
-        NanoinferError: an argument is out of range or NaN.
+    `draft_cost`, >= 0, and `verify_cost`, > 0, are times of a draft step and of the verifying step over that of a
+    target step. Raises NanoinferError if an argument is out of range or NaN.
     """
     require_float("draft_cost", draft_cost, 0.0, 1e9)
     require_float("verify_cost", verify_cost, 0.0, 1e9, low_open=True)
@@ -150,14 +135,9 @@ def best_speculation(
     bonus: bool = True,
     max_k: int = MAX_SPECULATE_K,
 ) -> Speculation:
-    """Return the smallest number of proposals with the largest speed-up; 0 if no speed-up exceeds 1.
+    """Return the smallest number of proposals, `max_k` at most, with the largest speed-up; 0 if none exceeds 1.
 
-    Args:
-        acceptance: acceptance rate, in [0, 1].
-        draft_cost: time of a draft step over time of a target step.
-        verify_cost: number of verified tokens -> time of that step over time of a target step.
-        bonus: whether a round whose proposals are all accepted has one more token.
-        max_k: maximum number of proposals.
+    `verify_cost` is a function of the number of verified tokens; otherwise as `speedup`.
     """
     best = Speculation(0, 1.0, 1.0)
     for k in range(1, max_k + 1):
@@ -200,7 +180,7 @@ class Setting:
         one = self.verify_sec(1)
         return best_speculation(
             acceptance, draft_sec / one, lambda n: self.verify_sec(n) / one, bonus=bonus, max_k=max_k
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -213,11 +193,6 @@ class Generation:
     """With a cache: one prefill, then one token per step."""
     naive_sec: float
     """Without a cache: every step processes the whole prefix."""
-
-    @property
-    def speedup(self) -> float:
-        """Speed-up by the cache."""
-        return self.naive_sec / self.cached_sec
 
 
 def prompt_length(num_tokens: int, num_new: int) -> int:
@@ -237,28 +212,19 @@ def prompt_length(num_tokens: int, num_new: int) -> int:
     return num_tokens - num_new + 1
 
 
-def generation(
-    costs: tuple[StepCost, StepCost], ceiling: Ceiling, fmt: WeightFormat, B: int, num_tokens: int, num_new: int
-) -> Generation:
-    """Return the time to generate `num_new` tokens of each of B sequences, the last one after `num_tokens` tokens.
+def generation(setting: Setting, num_new: int) -> Generation:
+    """Return the time to generate `num_new` tokens of each of B sequences, the last one after N tokens.
 
-    The prompt has P = num_tokens - num_new + 1 tokens. Without a cache there are num_new prefills, of P, P + 1, ...
-    tokens. With a cache there is one prefill of P tokens, which gives the first new token, and num_new - 1 steps of one
-    token.
-
-    Args:
-        costs: of prefill and of cached decoding.
-        ceiling: the device.
-        fmt: weight format.
-        B: sequences.
-        num_tokens: tokens before the last new token.
-        num_new: tokens to generate.
+    The prompt has P = N - num_new + 1 tokens. Without a cache there are num_new prefills, of P, P + 1, ... tokens. With
+    a cache there is one prefill of P tokens, which gives the first new token, and num_new - 1 steps of one token.
 
     Raises:
-        NanoinferError: num_new is not in [1, num_tokens], or above MAX_NEW_TOKENS.
+        NanoinferError: num_new is not in [1, N], or above MAX_NEW_TOKENS.
     """
-    first = prompt_length(num_tokens, num_new)
-    whole, one = costs
-    naive = [predict(whole, ceiling, fmt, B, n).seconds for n in range(first, num_tokens + 1)]
-    steps = [predict(one, ceiling, fmt, B, n).seconds for n in range(first + 1, num_tokens + 1)]
-    return Generation(first, num_new, naive[0] + sum(steps), sum(naive))
+    first = prompt_length(setting.N, num_new)
+
+    def seconds(cost: StepCost, start: int) -> list[float]:
+        return [predict(cost, setting.ceiling, setting.fmt, setting.B, n).seconds for n in range(start, setting.N + 1)]
+
+    naive = seconds(setting.prefill, first)
+    return Generation(first, num_new, naive[0] + sum(seconds(setting.decode, first + 1)), sum(naive))

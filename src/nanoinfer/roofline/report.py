@@ -118,12 +118,8 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     """Return the costs of a step by part of the model, and its prediction."""
 
     def part(c: Cost) -> dict[str, Any]:
-        return {
-            "flops": c.flops(setting.B, setting.N),
-            "bytes": c.bytes(setting.B, setting.N),
-            "flops_formula": str(c.flops),
-            "bytes_formula": str(c.bytes),
-        }
+        flops, num_bytes = c.flops(setting.B, setting.N), c.bytes(setting.B, setting.N)
+        return {"flops": flops, "bytes": num_bytes, "flops_formula": str(c.flops), "bytes_formula": str(c.bytes)}
 
     p = setting.predict(cost)
     parts = {name: part(getattr(cost, name)) for name in ("attention", "mlp", "layer", "head", "model")}
@@ -172,10 +168,9 @@ def _memory(setting: Setting) -> dict[str, Any]:
 
 def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
     """Return the speed-up by the KV cache: of the step at the context, and of a whole generation."""
-    costs = (setting.prefill, setting.decode)
-    g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
-    naive, cached = (setting.predict(cost).seconds for cost in costs)
-    return asdict(g) | {"cached_over_naive": g.speedup, "cached_over_naive_last_step": naive / cached}
+    g = generation(setting, num_new)
+    naive, cached = (setting.predict(cost).seconds for cost in (setting.prefill, setting.decode))
+    return asdict(g) | {"cached_over_naive": g.naive_sec / g.cached_sec, "cached_over_naive_last_step": naive / cached}
 
 
 def _speculation(
