@@ -143,7 +143,7 @@ ASAN_TESTS := tests/native/test_native_kernels.py tests/native/test_native_engin
 
 build-asan: .venv/installed-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/asan -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON -DNANOINFER_FEW_ISAS=$(if $(filter few,$(ISAS)),ON,OFF) > /dev/null
+	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON -DNANOINFER_ISA=$(if $(filter few,$(ISAS)),avx2,all) > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/asan
 
 asan: build-asan

@@ -237,6 +237,21 @@ def test_forced_instruction_set(tiny_folder: Path, monkeypatch: pytest.MonkeyPat
     assert all(w == words[0] for w in words)
 
 
+def test_a_build_for_another_cpu_says_how_to_build_for_this_one(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    LLM(str(tiny_folder), engine="native")
+    assert caplog.messages == []
+    monkeypatch.setattr(_native, "fastest_isa", lambda: "avx1024")
+    LLM(str(tiny_folder), engine="native")
+    (message,) = caplog.messages
+    assert f"were built for {', '.join(name for name, _ in _native.instruction_sets())}, this CPU has avx1024" in message
+    assert "NANOINFER_ISA=all" in message
+    monkeypatch.setenv("NANOINFER_ISA", "scalar")  # asked for
+    LLM(str(tiny_folder), engine="native")
+    assert len(caplog.messages) == 1
+
+
 def test_kv_cache_memory_is_a_hard_limit(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "m", replace(TINY, n_embd=24, n_head=3)))  # heads of 8: values are padded to 16
     block_bytes = 2 * 3 * (8 + 16) * 16 * 4

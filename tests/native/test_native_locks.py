@@ -155,6 +155,7 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "SampleOptions": lambda: _native.SampleOptions(uniform=0.5, prompt_ids=[1, 2]),
     "attention": lambda: _native.attention(q=ONES, k=ONES, v=ONES, start=0, cache="float32"),
     "compute": lambda: _native.compute(format="int8", steps=1, threads=1),
+    "fastest_isa": lambda: _native.fastest_isa(),
     "instruction_sets": lambda: _native.instruction_sets(),
     "multiply": lambda: _native.multiply(weights=ONES, bias=None, x=ONES, format="int8"),
     "norm": lambda: _native.norm(x=ONES, weight=ONES[0], bias=ONES[0], eps=1e-5),

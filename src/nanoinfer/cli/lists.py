@@ -71,7 +71,7 @@ def _gpu(devices: dict[str, str]) -> str:
 def _native() -> str:
     """Return whether the C++ extension is built, and its instruction sets for this CPU, in lines of 80 columns."""
     try:
-        from nanoinfer._native import instruction_sets
+        from nanoinfer._native import fastest_isa, instruction_sets
     except ImportError:
         return "not built (installed with NANOINFER_NO_NATIVE=1)"
     sets = instruction_sets()
@@ -83,6 +83,8 @@ def _native() -> str:
             lacking.append(f"{name} ({', '.join(more)})")
             named.update(more)
     how = "forced by NANOINFER_ISA" if environment.isa() else "the fastest here"
+    if (fastest := fastest_isa()) not in [name for name, _ in sets]:
+        how = f"built without {fastest}, the fastest of this CPU: install with NANOINFER_ISA=all"
     text = f"  not here, for what this CPU lacks: {', '.join(lacking)}"
     others = "\n" + textwrap.fill(text, 80, subsequent_indent=" " * 4, break_on_hyphens=False) if lacking else ""
     return f"{', '.join(here)}{others}\n  uses {chosen}, {how}"

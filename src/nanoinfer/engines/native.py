@@ -59,6 +59,7 @@ class NativeEngine(Sequences):
         try:
             options = decoder_options(weights, limits, config)
             self._decoder = Decoder(options)
+            _warn_of_another_cpu(self.isa)
             self._load(replace(weights, block_formats=options.formats))
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
@@ -234,6 +235,19 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
+
+
+def _warn_of_another_cpu(isa: str) -> None:
+    """Log a warning if the build lacks the kernels of this CPU: it has those of the machine that compiled it."""
+    from nanoinfer._native import fastest_isa, instruction_sets
+
+    names = [name for name, _ in instruction_sets()]
+    if (fastest := fastest_isa()) not in names and not environment.isa():
+        log.warning(
+            "the native kernels were built for %s, this CPU has %s: they run as %s. In nanoinfer's source, `pip install"
+            " --force-reinstall --no-deps .` builds them for this CPU, with NANOINFER_ISA=all for every CPU",
+            ", ".join(names), fastest, isa,
+        )  # fmt: skip
 
 
 def _layer_shape(model: ModelConfig, layer: int) -> Any:

@@ -21,7 +21,8 @@ MAX_WAITED = 0.1
 
 def isa() -> str:
     """Return the requested instruction set; "" is the fastest. The native engine raises for unsupported ones."""
-    return os.environ.get("NANOINFER_ISA", "")
+    name = os.environ.get("NANOINFER_ISA", "")
+    return "" if name == "all" else name  # of a build: CMakeLists.txt
 
 
 def api_keys() -> list[str]:

@@ -191,6 +191,7 @@ nb::tuple pack_rows(const Bytes2& blocks, const std::string& format, int num_thr
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  m.def("fastest_isa", &fastest_isa, "Return the fastest instruction set of this CPU, whether this build has it or not.");
   m.def(
       "instruction_sets",
       [] {

@@ -1,118 +1,83 @@
 #include "isa.h"
 
-#if defined(NANOINFER_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include <map>
 #include <stdexcept>
+
+#include "cpu_features.h"
 
 namespace nanoinfer {
 
-// One table from each compilation of kernels.cpp (listed in sources.cmake).
-namespace scalar { extern const Kernels kKernels; }
-#if defined(__x86_64__)
-namespace avx2 { extern const Kernels kKernels; }
-#if !defined(NANOINFER_FEW_ISAS)
-namespace avx2_vnni { extern const Kernels kKernels; }
-namespace avx512 { extern const Kernels kKernels; }
-namespace avx512_vnni { extern const Kernels kKernels; }
-#if defined(NANOINFER_AMX)
-namespace amx { extern const Kernels kKernels; }
+// One table from each compilation of kernels.cpp: sources.cmake defines NANOINFER_HAS_... for those of this build.
+#define NI_KERNELS(name) namespace name { extern const Kernels kKernels; }
+NI_KERNELS(scalar)
+#if defined(NANOINFER_HAS_avx2)
+NI_KERNELS(avx2)
 #endif
+#if defined(NANOINFER_HAS_avx2_vnni)
+NI_KERNELS(avx2_vnni)
 #endif
-#elif defined(__aarch64__)
-namespace neon { extern const Kernels kKernels; }
+#if defined(NANOINFER_HAS_avx512)
+NI_KERNELS(avx512)
+#endif
+#if defined(NANOINFER_HAS_avx512_vnni)
+NI_KERNELS(avx512_vnni)
+#endif
+#if defined(NANOINFER_HAS_amx)
+NI_KERNELS(amx)
+#endif
+#if defined(NANOINFER_HAS_neon)
+NI_KERNELS(neon)
 #endif
 
 namespace {
 
-struct Entry {
-  const Kernels* kernels;
-  std::string missing;
-};
-
-#if defined(__x86_64__)
-#define NI_NEED(feature) if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature)
-
-#if defined(NANOINFER_AMX)
-// Linux saves the tile registers of processes that ask for it (Documentation/arch/x86/xstate.rst).
-bool may_use_tiles() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
+const std::map<std::string, const Kernels*>& built() {
+  static const std::map<std::string, const Kernels*> kernels = {
+      {"scalar", &scalar::kKernels},
+#if defined(NANOINFER_HAS_avx2)
+      {"avx2", &avx2::kKernels},
 #endif
-
-std::string missing_for(int level) {  // the builtin also checks that the operating system saves the registers
-  std::string missing;
-  __builtin_cpu_init();
-  NI_NEED("avx2");
-  NI_NEED("fma");
-  NI_NEED("f16c");
-  if (level < 2) return missing;
-  NI_NEED("avx512f");
-  NI_NEED("avx512bw");
-  NI_NEED("avx512vl");
-  NI_NEED("avx512dq");
-  if (level < 3) return missing;
-  NI_NEED("avx512vnni");
-  NI_NEED("avx512bf16");
-#if defined(NANOINFER_AMX)
-  if (level < 4) return missing;
-  NI_NEED("amx-tile");
-  NI_NEED("amx-int8");
-  NI_NEED("amx-bf16");
-  if (missing.empty() && !may_use_tiles()) missing = "permission of the operating system for AMX";
+#if defined(NANOINFER_HAS_avx2_vnni)
+      {"avx2_vnni", &avx2_vnni::kKernels},
 #endif
-  return missing;
-}
-
-std::string missing_for_avx2_vnni() {
-  std::string missing = missing_for(1);
-  NI_NEED("avxvnni");
-  return missing;
-}
+#if defined(NANOINFER_HAS_avx512)
+      {"avx512", &avx512::kKernels},
 #endif
-
-std::vector<Entry> entries() {
-#if defined(__x86_64__)
-  return {{&scalar::kKernels, ""},
-          {&avx2::kKernels, missing_for(1)},
-#if !defined(NANOINFER_FEW_ISAS)
-          {&avx2_vnni::kKernels, missing_for_avx2_vnni()},
-          {&avx512::kKernels, missing_for(2)},
-          {&avx512_vnni::kKernels, missing_for(3)},
-#if defined(NANOINFER_AMX)
-          {&amx::kKernels, missing_for(4)},
+#if defined(NANOINFER_HAS_avx512_vnni)
+      {"avx512_vnni", &avx512_vnni::kKernels},
 #endif
+#if defined(NANOINFER_HAS_amx)
+      {"amx", &amx::kKernels},
+#endif
+#if defined(NANOINFER_HAS_neon)
+      {"neon", &neon::kKernels},
 #endif
   };
-#elif defined(__aarch64__)
-  return {{&scalar::kKernels, ""}, {&neon::kKernels, ""}};
-#else
-  return {{&scalar::kKernels, ""}};
-#endif
+  return kernels;
 }
 
 }  // namespace
 
 std::vector<IsaInfo> instruction_sets() {
   std::vector<IsaInfo> all;
-  for (const Entry& e : entries()) all.push_back({e.kernels->name, e.missing});
+  for (const auto& [name, missing] : cpu_features())
+    if (built().count(name)) all.push_back({name, missing});
   return all;
 }
 
 const Kernels& kernels_for(const std::string& name) {
   std::string known;
   const Kernels* fastest = nullptr;
-  for (const Entry& e : entries()) {
-    if (e.missing.empty()) fastest = e.kernels;
-    if (name == e.kernels->name) {
-      if (!e.missing.empty()) throw std::invalid_argument("instruction set '" + name + "': this CPU does not support " + e.missing);
-      return *e.kernels;
+  for (const auto& [other, missing] : cpu_features()) {
+    const auto found = built().find(other);
+    if (found != built().end() && missing.empty()) fastest = found->second;
+    if (name == other) {
+      if (!missing.empty()) throw std::invalid_argument("instruction set '" + name + "': this CPU does not support " + missing);
+      if (found == built().end())
+        throw std::invalid_argument("instruction set '" + name + "' is not in this build: NANOINFER_ISA=all pip install builds all");
+      return *found->second;
     }
-    known += (known.empty() ? "" : ", ") + std::string(e.kernels->name);
+    known += (known.empty() ? "" : ", ") + other;
   }
   if (name.empty()) return *fastest;
   throw std::invalid_argument("instruction set '" + name + "' is unknown: use one of " + known);

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu_features.h"
 #include "kernels.h"
 
 namespace nanoinfer {

@@ -16,10 +16,49 @@ else()
   set(OPTIMIZE -O3)
 endif()
 
-option(NANOINFER_FEW_ISAS "Compile the kernels for `scalar` and, on x86, `avx2` alone" OFF)
-
 set(AVX2 -mavx2 -mfma -mf16c)
 set(AVX512 ${AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
+
+# The instruction sets of a build beside `scalar`: NANOINFER_ISA as a variable or in the environment, a list of names or
+# `all`; otherwise the fastest of this machine. A build for another machine has all.
+set(ISAS "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(ISAS avx2 avx2_vnni avx512 avx512_vnni)
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # whose system call gives permission to use AMX
+    list(APPEND ISAS amx)
+    set(AMX NANOINFER_AMX)
+  endif()
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
+  set(ISAS neon)
+endif()
+if(NOT DEFINED NANOINFER_ISA)
+  set(NANOINFER_ISA "$ENV{NANOINFER_ISA}")
+endif()
+if(NANOINFER_ISA STREQUAL "" AND NOT CMAKE_CROSSCOMPILING)
+  list(TRANSFORM AMX PREPEND -D OUTPUT_VARIABLE DEFINITIONS)
+  try_run(DETECTED COMPILED ${CMAKE_BINARY_DIR}/detect_isa ${CPU}/detect_isa.cpp COMPILE_DEFINITIONS ${DEFINITIONS}
+    CXX_STANDARD 20 RUN_OUTPUT_VARIABLE NANOINFER_ISA)
+  if(NOT DETECTED EQUAL 0)  # no such builtins: all
+    set(NANOINFER_ISA "all")
+  endif()
+endif()
+if(NOT NANOINFER_ISA STREQUAL "all")
+  foreach(name ${NANOINFER_ISA})
+    if(NOT name IN_LIST ISAS AND NOT name STREQUAL "scalar")
+      message(FATAL_ERROR "nanoinfer: NANOINFER_ISA=${name} is unknown: use all, or some of scalar, ${ISAS}")
+    endif()
+  endforeach()
+  set(ISAS ${NANOINFER_ISA})
+  list(REMOVE_ITEM ISAS scalar)
+endif()
+message(STATUS "nanoinfer: kernels for scalar ${ISAS}")
+
+set(FLAGS_avx2 ${AVX2})
+set(FLAGS_avx2_vnni ${AVX2} -mavxvnni)
+set(FLAGS_avx512 ${AVX512})
+set(FLAGS_avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
+set(FLAGS_amx ${FLAGS_avx512_vnni} -mamx-tile -mamx-int8 -mamx-bf16)
+set(FLAGS_neon -DNANOINFER_NEON)  # every such CPU has NEON: no flag tells `neon` from `scalar`
 
 # One kernel source, compiled once for each instruction set; isa.cpp chooses at run time. Multiplication and addition
 # are fused only where the source says so: then every number of rows rounds alike.
@@ -29,6 +68,7 @@ function(add_kernels target name)
   target_compile_options(kernels_${name} PRIVATE -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized
     ${OPTIMIZE} ${SANITIZE_KERNELS} -fPIC -ffp-contract=off ${ARGN})
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:kernels_${name}>)
+  target_compile_definitions(${target} PRIVATE NANOINFER_HAS_${name})
 endfunction()
 
 # Give a target all of it.
@@ -42,21 +82,9 @@ function(add_cpu_sources target)
   set_source_files_properties(${CPU}/sampler_passes.cpp PROPERTIES COMPILE_OPTIONS -fno-trapping-math)
   target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})
   target_link_libraries(${target} PRIVATE Threads::Threads)
+  target_compile_definitions(${target} PRIVATE ${AMX})
   add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
-  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    add_kernels(${target} avx2 ${AVX2})
-    if(NANOINFER_FEW_ISAS)
-      target_compile_definitions(${target} PRIVATE NANOINFER_FEW_ISAS)
-      return()
-    endif()
-    add_kernels(${target} avx2_vnni ${AVX2} -mavxvnni)
-    add_kernels(${target} avx512 ${AVX512})
-    add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
-    if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # whose system call gives permission to use AMX
-      add_kernels(${target} amx ${AVX512} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16)
-      target_compile_definitions(${target} PRIVATE NANOINFER_AMX)
-    endif()
-  elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
-    add_kernels(${target} neon -DNANOINFER_NEON)  # every such CPU has NEON: no flag tells `neon` from `scalar`
-  endif()
+  foreach(name ${ISAS})
+    add_kernels(${target} ${name} ${FLAGS_${name}})
+  endforeach()
 endfunction()
