@@ -33,7 +33,7 @@ CHOICES = {
     "norm": ("layer", "rms"),
     "norm_weight": ("plain", "one_plus", "none"),
     "norm_placement": ("before", "after", "both", "shared"),
-    "qk_norm": ("none", "head", "whole"),
+    "qk_norm": ("none", "head", "heads", "whole"),
 }
 """Fields of ModelConfig that are one of several names."""
 MAX_LAYERS = 10_000
@@ -95,7 +95,8 @@ class ModelConfig:
     gated_mlp: bool = False
     """Whether the MLP's hidden layer is activation(gate(x)) * fc(x)."""
     qk_norm: str = "none"
-    """Norm of queries and keys: none, head (each head alone) or whole (all heads together)."""
+    """Norm of queries and keys: none, head (each head alone, all with the same weights), heads (each head alone, with
+    weights of its own and no biases; a layer norm) or whole (all heads together)."""
     attention_scale: float | None = None
     """Factor of attention scores; None: head_dim**-0.5."""
     attention_softcap: float | None = None
@@ -145,6 +146,8 @@ class ModelConfig:
         self._check_layers()
         if self.norm_placement == "shared" and not self.parallel_residual:
             raise NanoinferError("norm_placement=shared needs parallel_residual=True")
+        if self.qk_norm == "heads" and (self.norm, self.norm_weight) != ("layer", "plain"):
+            raise NanoinferError("qk_norm=heads needs norm=layer and norm_weight=plain")
         if self.head_bias and self.tie_word_embeddings:
             raise NanoinferError("head_bias=True needs tie_word_embeddings=False")
         if self.sub_norms and not (self.gated_mlp and self.norm == "rms" and self.experts is None):

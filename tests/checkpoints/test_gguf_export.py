@@ -415,7 +415,8 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
 
 @pytest.mark.parametrize("case", ["gpt_neox", "llama", "llama3-8192", "qwen2", "qwen3", "gemma3-7-layers", "olmo2-tied",
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
-                                  "stablelm-parallel", "cohere-plain", "cohere2", "exaone4-no-window",
+                                  "stablelm-parallel", "stablelm-norms", "cohere-plain", "cohere-norms", "cohere2",
+                                  "exaone4-no-window",
                                   "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
                                   "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64",
                                   "deepseek_v2-27-layers", "deepseek_v2-latent-queries", "deepseek_v3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -251,15 +252,15 @@ def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: 
     """each: whether every head has angles of its own. Five heads of queries share two of keys and values."""
     H, K, D, R, n, block_len = 5, 2, 10, 2, 3, 4
     table, pos = torch.tensor([[3, 1, 6], [2, 5, 0]]), torch.tensor([[2, 3, 4], [9, 10, 11]])
-    qkv, gain, shift = draw(R * n, (H + 2 * K) * D), draw(2, D, seed=1), draw(2, D, seed=2)
+    qkv, gain, shift = draw(R * n, (H + 2 * K) * D), draw(H + K, D, seed=1), draw(H + K, D, seed=2)
     q, k, v = (y.unflatten(1, (-1, D)).double() for y in qkv.split((H * D, K * D, K * D), 1))
     of_heads = None
     if norm != "none":
         rms = norm == "rms"
         of_heads = Norm(gain.to(device), None if rms else shift.to(device), 1e-2, rms)
         g, s = gain.double(), shift.double()
-        q, k = (F.rms_norm(y, (D,), g[i], 1e-2) if rms else F.layer_norm(y, (D,), g[i], s[i], 1e-2)
-                for i, y in enumerate((q, k)))  # fmt: skip
+        q, k = (F.rms_norm(y, (D,), None, 1e-2) * g[at] if rms else F.layer_norm(y, (D,), eps=1e-2) * g[at] + s[at]
+                for y, at in ((q, slice(H)), (k, slice(H, None))))  # fmt: skip
     angles = None
     if rotated:
         cos, sin = (draw(R, n, H + K if each else 1, rotated, seed=seed) for seed in (3, 4))
@@ -286,18 +287,19 @@ def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: 
 def test_heads_of_fewer_projections_and_a_norm_of_values(parts: int, device: str) -> None:
     """1: queries alone, which store nothing; 2: values are the keys before their norm."""
     H, K, D, M, length = 4, 2, 6, 3, 9
-    qkv, gain, pos = draw(M, (H + (parts - 1) * K) * D), draw(2, D, seed=1), torch.tensor([[2, 3, 4]])
+    qkv, pos = draw(M, (H + (parts - 1) * K) * D), torch.tensor([[2, 3, 4]])
+    gain = draw(H + (parts > 1) * K, D, seed=1)
     keys, values = torch.full((2, 1, K, length, D), 7.0, device=device)
     want_k, want_v = torch.full((2, 1, K, length, D), 7.0)
     q, *rest = qkv.split([H * D] + [K * D] * (parts - 1), 1)
     if rest:
         k, v = rest[0].unflatten(1, (K, D)), rest[-1].unflatten(1, (K, D))
-        want_k[0, :, 2:5] = F.rms_norm(k, (D,), gain[1], 1e-2).transpose(0, 1)
+        want_k[0, :, 2:5] = (F.rms_norm(k, (D,), None, 1e-2) * gain[H:]).transpose(0, 1)
         want_v[0, :, 2:5] = F.rms_norm(v, (D,), None, 1e-3).transpose(0, 1)
     out, norm = torch.empty(M, H * D, device=device), Norm(gain.to(device), None, 1e-2, rms=True)
     pages = Pages(keys, values, torch.zeros(1, 1, dtype=torch.int64, device=device), pos.to(device))
     store_heads(qkv.to(device), out, pages, norm, None, 1e-3)
-    expected = F.rms_norm(q.unflatten(1, (H, D)), (D,), gain[0], 1e-2).flatten(1)
+    expected = (F.rms_norm(q.unflatten(1, (H, D)), (D,), None, 1e-2) * gain[:H]).flatten(1)
     for found, wanted in ((out, expected), (keys, want_k), (values, want_v)):
         torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=2e-5)
 
@@ -320,6 +322,8 @@ def test_heads_refuse_what_does_not_fit() -> None:
         with pytest.raises(ValueError, match=r"need|contiguous") as caught:
             store_heads(bad, o, pages, None, angles)
         assert words in str(caught.value)
+    with pytest.raises(ValueError, match=re.escape("weight of (2, 4): need 5 heads of 4 values")):
+        store_heads(qkv, out, pages, Norm(torch.ones(2, 4), None, 1e-5))
 
 
 # Attention -----------------------------------------------------------------------------------------------

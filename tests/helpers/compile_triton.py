@@ -157,7 +157,7 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     qkv = torch.empty(rows, (H + 2 * K) * D, dtype=dtype)
     product(x, weight(name, (H + 2 * K) * D, C), qkv, norm)
     store_heads(qkv, q, pages, None, angles)
-    store_heads(qkv, q, pages, Norm(torch.empty(2, D, dtype=dtype), None, 1e-5, rms=True), angles)
+    store_heads(qkv, q, pages, Norm(torch.empty(H + K, D, dtype=dtype), None, 1e-5, rms=True), angles)
     store_heads(torch.empty(rows, (H + K) * D, dtype=dtype), q, pages, None, angles, 1e-6)
     for width in (128, 512):
         wide = Pages(*[torch.empty(rows, 1, 1040, width, dtype=dtype)] * 2, pages.table, pos)

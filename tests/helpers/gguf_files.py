@@ -352,7 +352,8 @@ def longrope(config: Any) -> dict[str, np.ndarray]:
 
 def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
     """Write a model of transformers' as a GGUF file; matrices are stored by `store`, vectors in float32."""
-    tensors = {}
+    tensors: dict[str, Stored] = {}
+    heads: dict[str, list[np.ndarray]] = {}
     tied = model.config.tie_word_embeddings
     for name, p in model.state_dict().items():
         if (tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
@@ -375,10 +376,17 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
             for part, stack in zip(("down",) if len(halves) == 1 else ("gate", "up"), halves, strict=True):
                 tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = store(stack)
             continue
+        if ".norms." in name:  # of each head
+            heads.setdefault(name.split(".norms.")[0] + ".weight", []).append(values)
+            continue
         theirs, values = tensor_of(name, values, model.config)
         if theirs.endswith("inp_shexp.weight"):
             values = values[0]
-        tensors[theirs] = as_f32(values) if values.ndim == 1 or "ffn_gate_inp" in theirs else store(values)
+        exact = values.ndim == 1 or "ffn_gate_inp" in theirs or theirs.endswith("_norm.weight")
+        tensors[theirs] = as_f32(values) if exact else store(values)
+    for name, each in heads.items():
+        theirs, values = tensor_of(name, np.stack(each), model.config)
+        tensors[theirs] = as_f32(values)
     tensors |= {name: as_f32(values) for name, values in longrope(model.config).items()}
     extra_tensors = extra.pop("tensors", {})
     return write_gguf(path, metadata_of(model.config) | extra, tensors | extra_tensors)

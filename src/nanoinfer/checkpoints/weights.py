@@ -18,7 +18,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
-from nanoinfer.models.stored import JoinedTensor, StoredTensor
+from nanoinfer.models.stored import ChangedTensor, JoinedTensor, StoredTensor
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 from nanoinfer.utils.files import escaped
 
@@ -330,7 +330,7 @@ def _assemble(
     """Return one of our tensors, made of the stored ones. Shapes are compared, and nothing is read."""
     parts = []
     for name, rows in recipe.parts:
-        wanted = (rows, *shape[1:]) if recipe.folded == 1 else (rows, shape[1] * recipe.folded)
+        wanted = (rows, *shape[1:]) if recipe.folded == 1 else (rows, math.prod(shape[1:]) * recipe.folded)
         wanted = wanted[::-1] if recipe.transposed else wanted
         if name not in stored:
             raise NanoinferError(f"{source}: tensor {name} {list(wanted)} is missing")
@@ -338,7 +338,11 @@ def _assemble(
             raise NanoinferError(
                 f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(wanted)}"
             )
-        part = stored[name] if recipe.folded == 1 else stored[name].unfolded(recipe.folded)
+        part = stored[name]
+        if recipe.folded > 1 and len(shape) == 1:
+            part = ChangedTensor.of(part, shape, lambda values: values.reshape(-1))
+        elif recipe.folded > 1:
+            part = part.unfolded(recipe.folded)
         parts.append(part.t() if recipe.transposed else part)
     order = recipe.order()
     return parts[0] if len(parts) == 1 and order is None else JoinedTensor(tuple(parts), order)

@@ -18,7 +18,7 @@ from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, 
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.gpt import GPT, Attention, Block, LayerNorm
-from nanoinfer.models.layers import GatedMLP, RMSNorm
+from nanoinfer.models.layers import GatedMLP, HeadNorms, RMSNorm
 from nanoinfer.models.per_layer import AfterBlock
 from nanoinfer.models.shared_attention import SharedAttention
 
@@ -124,7 +124,7 @@ def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, 
         mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones(at.mlp_dim)) if config.sub_norms else None,
         post_2=post_2,
         post_after=norm_of(cast(AfterBlock, block.after).post, ones(C)) if config.per_layer_dim else None,
-        heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm == "head" else None,
+        heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm in ("head", "heads") else None,
         value_eps=config.norm_epsilon if kind.value_norm else None,
         scores=Scores(config.attention_scale, config.attention_softcap, kind.window, attn.sinks),
         kind=kind,
@@ -133,12 +133,17 @@ def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, 
 
 
 def _norm_of_heads(block: Block, ones: Tensor) -> Norm:
-    """Return the norms of queries and of keys, stacked. Without keys, those of queries stand for them."""
+    """Return the norms of the heads of queries and, if there are any, of keys, a row a head."""
     attn = cast(Attention | SharedAttention, block.attn)
-    modules = [attn.q_norm, attn.k_norm if len(attn.widths) > 1 else attn.q_norm]
-    q, k = (cast(Norm, norm_of(module, ones)) for module in modules)
-    bias = None if q.bias is None else torch.stack((q.bias, cast(Tensor, k.bias)))
-    return Norm(torch.stack((q.weight, k.weight)), bias, q.eps, q.rms)
+    names = ("q_norm", "k_norm")[: len(attn.widths)]
+    norms = [cast(Norm, norm_of(attn.get_submodule(name), ones)) for name in names]
+
+    def rows(vectors: list[Tensor]) -> Tensor:
+        heads = zip(vectors, (attn.n_head, attn.n_kv_head), strict=False)
+        return torch.cat([v.view(-1, len(ones)).expand(count, -1) for v, count in heads])
+
+    bias = None if norms[0].bias is None else rows([cast(Tensor, norm.bias) for norm in norms])
+    return Norm(rows([norm.weight for norm in norms]), bias, norms[0].eps, norms[0].rms)
 
 
 def norm_of(module: nn.Module, ones: Tensor, scale: float | None = None) -> Norm | None:
@@ -151,6 +156,8 @@ def norm_of(module: nn.Module, ones: Tensor, scale: float | None = None) -> Norm
     """
     if isinstance(module, nn.Identity):
         return None
+    if isinstance(module, HeadNorms):
+        return Norm(module.weight, None, module.eps, rms=False)
     assert isinstance(module, (LayerNorm, RMSNorm))
     weight, bias = ones if module.weight is None else module.weight, getattr(module, "bias", None)
     if module.weight is not None and module.offset:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.beside import other_mlp
-from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
+from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, qk_norm, rotate, rotation
 from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.rounded_inputs import round_inputs
@@ -79,9 +79,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.n_head)) if config.sinks else None  # attention.py
         self.qk_norm = config.qk_norm
         if config.qk_norm != "none":
-            self.q_norm, self.k_norm = (
-                make_norm(config, config.head_dim if config.qk_norm == "head" else width) for width in widths[:2]
-            )
+            self.q_norm, self.k_norm = (qk_norm(config, heads, make_norm) for heads in (self.n_head, self.n_kv_head))
         self.sub_norm = make_norm(config, config.attn_dim) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
@@ -91,7 +89,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.n_head, self.head_dim))  # (..., H, D)
         k, v = (y.unflatten(-1, (self.n_kv_head, self.head_dim)) for y in (k, v))  # (..., K, D)
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "heads"):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(torch.cat((q, k), -2), rotation).tensor_split((self.n_head,), -2)

@@ -56,6 +56,25 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
+class HeadNorms(nn.Module):
+    """Layer norms of the heads of queries or of keys, each with weights of its own. Computed in float32.
+
+    Args:
+        config: width of a head, and constant of the norms.
+        heads: number of heads.
+    """
+
+    def __init__(self, config: ModelConfig, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads * config.head_dim))
+        self.eps = config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x, (..., heads, D), over its last dimension."""
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight.view(x.shape[-2:]).float()).to(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """c_proj(activation(c_gate(x)) * c_fc(x)) (Shazeer 2020)."""
 
@@ -72,6 +91,17 @@ class GatedMLP(nn.Module):
         """Return the MLP output of x, (..., C), same shape."""
         hidden = self.sub_norm(gate(self.activation, self.c_gate(x), self.c_fc(x)))
         return self.c_proj(hidden)  # type: ignore[no-any-return]
+
+
+MakeNorm = Callable[[ModelConfig, int], nn.Module]
+"""Returns a norm of the config's kind over so many values."""
+
+
+def qk_norm(config: ModelConfig, heads: int, make_norm: MakeNorm) -> nn.Module:
+    """Return the norm of the queries or keys of a model that has one."""
+    if config.qk_norm == "heads":
+        return HeadNorms(config, heads)
+    return make_norm(config, config.head_dim * (1 if config.qk_norm == "head" else heads))
 
 
 def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Rotation:

@@ -72,8 +72,10 @@ def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     if (latent := config.latent) is not None:
         return found | _latent_shapes(config, latent, name)
     found |= _linear(config, f"{name}.c_proj", config.n_embd, at.attn_dim, "proj")
-    if config.qk_norm != "none":
-        for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
+    for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
+        if config.qk_norm == "heads":
+            found[f"{name}.{part}.weight"] = (width,)
+        elif config.qk_norm != "none":
             found |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
     return found | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
 

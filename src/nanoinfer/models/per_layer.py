@@ -18,15 +18,11 @@ Whoever reads GPT-2 can leave this file out: gpt.py selects it by one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig
-from nanoinfer.models.layers import ACTIVATIONS
-
-MakeNorm = Callable[[ModelConfig, int], nn.Module]
+from nanoinfer.models.layers import ACTIVATIONS, MakeNorm
 
 
 class PerLayerEmbedding(nn.Module):

@@ -17,10 +17,7 @@ from torch.nn import functional as F
 
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.models.latent import LatentAttention
-from nanoinfer.models.layers import Rotation, rotate
-
-MakeNorm = Callable[[ModelConfig, int], nn.Module]
-"""Returns a norm of the config's kind over so many values."""
+from nanoinfer.models.layers import MakeNorm, Rotation, qk_norm, rotate
 
 
 def other_attention(
@@ -56,7 +53,7 @@ class SharedAttention(nn.Module):
         self.qk_norm = config.qk_norm
         for name, width in zip(("q_norm", "k_norm"), self.widths, strict=False):
             if config.qk_norm != "none":
-                setattr(self, name, make_norm(config, config.head_dim if config.qk_norm == "head" else width))
+                setattr(self, name, qk_norm(config, width // config.head_dim, make_norm))
         self.sinks = nn.Parameter(torch.empty(config.n_head)) if config.sinks else None  # attention.py
         self.sub_norm = make_norm(config, config.attn_dim) if config.sub_norms else nn.Identity()
         self.value_eps = config.norm_epsilon if kind.value_norm else None
@@ -78,6 +75,6 @@ class SharedAttention(nn.Module):
         if self.qk_norm == "whole":
             x = self.get_submodule(norm)(x)
         x = x.view(*x.shape[:-1], heads, self.head_dim)
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "heads"):
             x = self.get_submodule(norm)(x)
         return x if rotation is None else rotate(x, rotation)

@@ -286,12 +286,12 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
     of_attention = len(config.block_norms) - of_mlp
-    qk_norm = {"none": 0, "head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}[config.qk_norm]
+    qk_norm = {"head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}.get(config.qk_norm, 0)
     if (latent := config.latent) is not None:
         qk_norm = latent.query_rank + latent.rank
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
     vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
-    vectors += config.sinks * at.n_head
+    vectors += config.sinks * at.n_head + (sum(widths[:2]) if config.qk_norm == "heads" else 0)
     attention = sum(matrix(*of) for of in _attention_matrices(config, layer)) + vectors * s
     norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
     if P := config.per_layer_dim:

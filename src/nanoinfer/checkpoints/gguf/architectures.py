@@ -59,6 +59,7 @@ STACKED_BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"
 """Endings of their biases, with two dimensions."""
 SHARED_GATE = "ffn_gate_inp_shexp.weight"
 """Ending of a matrix of one row that is stored as a vector."""
+_QUERY_NORM = "blk.0.attn_q_norm.weight"
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
 
@@ -247,7 +248,8 @@ def _olmo(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _stablelm(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.get(m.key("use_parallel_residual"))  # as llama.cpp, which looks whether the tensor is there
-    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in m.tensors}
+    parallel = "blk.0.ffn_norm.weight" not in m.tensors
+    return {"use_parallel_residual": parallel, "qk_layernorm": _QUERY_NORM in m.tensors}
 
 
 def _exaone4(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
@@ -256,6 +258,10 @@ def _exaone4(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _qwen(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return windows(m, shape["num_hidden_layers"])
+
+
+def _cohere(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    return {"use_qk_norm": _QUERY_NORM in m.tensors}
 
 
 def _olmo2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
@@ -374,8 +380,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "stablelm": Architecture("stablelm", _stablelm, partial=True),
     "glm4": Architecture("glm4", partial=True, interleaved=True, gate_in_up=True),
     "chatglm": Architecture("glm", partial=True, interleaved=True, gate_in_up=True),
-    "command-r": Architecture("cohere", rows=(_COHERE,), interleaved=True),
-    "cohere2": Architecture("cohere2", rows=(_COHERE, replace(_WINDOW, default=4096)), interleaved=True),
+    "command-r": Architecture("cohere", _cohere, rows=(_COHERE,), interleaved=True),
+    "cohere2": Architecture("cohere2", _cohere, rows=(_COHERE, replace(_WINDOW, default=4096)), interleaved=True),
     "exaone": Architecture("llama"),
     "exaone4": Architecture("exaone4", _exaone4),
     "ernie4_5": Architecture("ernie4_5", interleaved=True),

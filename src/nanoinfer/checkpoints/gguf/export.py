@@ -112,7 +112,7 @@ def write_file(
     tensors: dict[str, tuple[int, ...]] = {}
     for ours, shape in shapes(config).items():
         recipe = family.recipe(config, ours, shape[0])
-        rest = shape[1:] if recipe.folded == 1 else (shape[1] * recipe.folded,)
+        rest = shape[1:] if recipe.folded == 1 else (math.prod(shape[1:]) * recipe.folded,)
         tensors |= {part: _stored_shape(part, (rows, *rest), config) for part, rows in recipe.parts}
     divisors = rotary_divisors(config)
     if divisors is not None:
@@ -182,7 +182,7 @@ def _completed(config: ModelConfig, arch: str) -> ModelConfig:
 
 def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
     """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
-    if len(shape) == 1 or name == "position_embd.weight" or name.endswith(STACKED_BIASES):
+    if len(shape) == 1 or name.endswith(("position_embd.weight", "_norm.weight", *STACKED_BIASES)):
         return "F32"
     part = name.split(".")[-2]
     if part == "ffn_gate_inp":  # the router

@@ -35,7 +35,7 @@ from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES, deepseek
-from nanoinfer.models.families.base import Family, interleaved
+from nanoinfer.models.families.base import FOLDED_HEADS, Family, interleaved
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.stored import StoredTensor
@@ -210,5 +210,6 @@ def stored_family(config: ModelConfig, layout: Architecture) -> Family:
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
+        folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
         read_fused={}, from_stored=Family.from_stored, to_stored=Family.to_stored,
     )  # fmt: skip

@@ -59,9 +59,9 @@ void read_names(const Settings& given, DecoderShape& shape) {
   shape.norm_before = place != 1;
   shape.norm_after = place == 1 || place == 2;
   shape.shared_norm = place == 3;
-  const int qk = by_name<int>("qk_norm", given.qk_norm, {{"none", 0}, {"head", 1}, {"whole", 2}});
-  shape.head_norm = qk == 1;
-  shape.whole_norm = qk == 2;
+  using enum QueryKeyNorm;
+  shape.qk_norm = by_name<QueryKeyNorm>("qk_norm", given.qk_norm,
+                                        {{"none", none}, {"head", head}, {"heads", heads}, {"whole", whole}});
 }
 
 // A decoder with a lock: Python threads may call it concurrently. A thread that has to wait, for the lock or for what

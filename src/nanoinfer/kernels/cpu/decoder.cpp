@@ -130,7 +130,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
     check_size("latent_query_rank", s.latent_query_rank, 0);
     check_size("latent attention's outputs", std::max({s.down_dim(), s.n_head * s.query_dim(), s.values_dim()}));
     check_float("latent_epsilon", s.latent_epsilon, 0, 1);
-    require(s.head_dim == s.latent_rank + s.latent_turned && s.n_kv_head == 1 && !s.head_norm && !s.whole_norm,
+    require(s.head_dim == s.latent_rank + s.latent_turned && s.n_kv_head == 1 && s.qk_norm == QueryKeyNorm::none,
             "latent attention needs head_dim=" + str(s.latent_rank + s.latent_turned) + ", n_kv_head=1 and no qk_norm");
     for (const std::vector<float>& f : s.frequencies)
       require(static_cast<std::int64_t>(2 * f.size()) <= s.latent_turned, "frequencies must be at most half of latent_turned");
@@ -207,9 +207,10 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
   add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : q + (l.num_projections - 1) * kv, C);
   if (s.latent_rank) add_latent(prefix + "attn.", layer);
   add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
-  if (s.head_norm || s.whole_norm) {
-    add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? l.head_dim : q);
-    if (l.num_projections > 1) add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? l.head_dim : kv);
+  if (s.qk_norm != QueryKeyNorm::none) {
+    const bool shared = s.qk_norm == QueryKeyNorm::head;
+    add_norm(prefix + "attn.q_norm", layer.q_norm, shared ? l.head_dim : q);
+    if (l.num_projections > 1) add_norm(prefix + "attn.k_norm", layer.k_norm, shared ? l.head_dim : kv);
   }
   if (l.value_norm && l.head_dim > static_cast<std::int64_t>(model_.value_norm.weight.size())) {
     model_.value_norm.weight.assign(l.head_dim, 1.0f);

@@ -513,17 +513,22 @@ void ForwardPass::position_queries_and_keys(std::int64_t layer, std::int64_t row
   const LayerWeights& w = model_.layers[layer];
   const bool keys = l.num_projections > 1;
   float *q = qkv_ + row * qkv_stride_, *k = q + l.attn_dim();
-  if (s.whole_norm) {
+  if (s.qk_norm == QueryKeyNorm::whole) {
     norm(w.q_norm, q, l.attn_dim(), q);
     if (keys) norm(w.k_norm, k, l.kv_dim(), k);
   }
   const std::int64_t index = s.rotary[layer];
-  if (!s.head_norm && index < 0) return;
+  const bool own = s.qk_norm == QueryKeyNorm::heads, of_heads = own || s.qk_norm == QueryKeyNorm::head;
+  if (!of_heads && index < 0) return;
   const float* cosines = index < 0 ? nullptr : angles_ + row * angle_stride_ + angle_at_[index];
   const float growth = s.query_growth * std::log1p(static_cast<float>(rows_[row].position / s.query_context));
   for (std::int64_t h = 0; h < l.n_head + (keys ? l.n_kv_head : 0); ++h) {  // keys follow the queries
     float* x = q + h * l.head_dim;
-    if (s.head_norm) norm(h < l.n_head ? w.q_norm : w.k_norm, x, l.head_dim, x);
+    if (of_heads) {
+      const NormWeights& n = h < l.n_head ? w.q_norm : w.k_norm;
+      const std::int64_t at = own ? (h < l.n_head ? h : h - l.n_head) * l.head_dim : 0;
+      kernels_.norm(s.norm, x, n.weight.data() + at, n.bias.data() + at, l.head_dim, s.epsilon, x);
+    }
     if (index < 0) continue;
     const std::int64_t half = s.frequencies[index].size();
     kernels_.rotate(x, cosines, cosines + padded(half), half);

@@ -29,6 +29,9 @@ struct LayerShape {
   std::int64_t kv_dim() const { return n_kv_head * head_dim; }
 };
 
+// The norm of queries and keys: of each head, with the same weights or with weights of its own, or of all heads together.
+enum class QueryKeyNorm { none, head, heads, whole };
+
 // nanoinfer.config.ModelConfig; the defaults are GPT-2's.
 struct DecoderShape {
   std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
@@ -41,7 +44,7 @@ struct DecoderShape {
   float norm_offset = 0;              // added to the weights of norms
   bool norm_before = true, norm_after = false;  // whether blocks have norms before attention and MLP, and after them
   bool shared_norm = false;           // ln_1 is also the norm before the MLP
-  bool head_norm = false, whole_norm = false;   // norm of queries and keys: of each head, or of all heads together
+  QueryKeyNorm qk_norm = QueryKeyNorm::none;
   bool embedding_norm = false;
   bool learned_positions = true;
   bool parallel_residual = false;

@@ -54,13 +54,12 @@ def heads_kernel(
     x = qkv + (token * HEADS + tl.where(head < HEADS, head, head - K)) * D
     y = tl.load(x + dims, mask=dims < D, other=0.0).to(tl.float32)
     if head < H + K:
-        is_key = (head >= H).to(tl.int32)
         mean, rstd = 0.0, 1.0
         if gain is not None:
-            gain += is_key * D
+            gain += head * D
             _, mean, rstd = statistics(x, dims, eps, D, RMS)
         if shift is not None:
-            shift += is_key * D
+            shift += head * D
         y = load_normed(x, gain, shift, dims, mean, rstd, D)
         if cos is not None:
             partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
@@ -95,7 +94,8 @@ def store_heads(
             (M, H * D), store nothing.
         out: (M, H * D) contiguous.
         pages: keys and values of K heads.
-        norm: of each head; weight and bias are (2, D) contiguous, of queries and of keys. None: no norm.
+        norm: of each head; weight and bias are (H + K, D) contiguous, of queries and then of keys, or (H, D) where qkv
+            has queries alone. None: no norm.
         angles: cosine and sine, (R, n, 1 or H + K, dim) float32 contiguous, as in models/layers.py. None: no rotation.
         value_eps: of an RMS norm without weight of each head of values; None: they have no norm.
 
@@ -110,6 +110,10 @@ def store_heads(
             f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {pages.pos.numel()} positions: need"
             f" H, H + {K} or H + 2 * {K} times {D} columns, H * {D} columns, and as many rows as positions"
         )
+    if norm is not None:
+        check_contiguous(weight=norm.weight, **({} if norm.bias is None else {"bias": norm.bias}))
+        if norm.weight.shape != (min(width // D, H + K), D):
+            raise ValueError(f"weight of {tuple(norm.weight.shape)}: need {min(width // D, H + K)} heads of {D} values")
     cos, sin, rotated, strides = None, None, 0, (0, 0)
     if angles is not None:
         cos, sin = angles

@@ -38,13 +38,13 @@ class Recipe:
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
     folded: int = 1
-    """How many of our rows follow each other in a row of the stored matrix."""
+    """How many of our rows, or of the values of our vector, follow each other in a row of the stored matrix."""
 
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
         values = tensor.values
         if (order := self.order()) is not None:
-            values = np.zeros((sum(rows for _, rows in self.parts), *values.shape[1:]), values.dtype)
+            values = np.zeros((sum(rows for _, rows in self.parts) * self.folded, *values.shape[1:]), values.dtype)
             values[order] = tensor.values
         if self.folded > 1:
             values = values.reshape(len(values) // self.folded, -1)
@@ -90,8 +90,8 @@ class Family:
     """Our parts that are the rows from this one on of a stored tensor, whose rows before mean nothing."""
     transposed: frozenset[str] = frozenset()
     """Our parts, or `fused` tensors, whose matrices are stored as (in, out)."""
-    folded: frozenset[str] = frozenset()
-    """Our parts of which a stored row has those of all layers."""
+    folded: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=dict)
+    """Our parts of which a stored row has several, and how many (`Recipe.folded`)."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored tensor of a layer -> those of `names` that are its equal parts, one below the other. If they are of each
     expert, the tensor has three dimensions, the experts first."""
@@ -190,27 +190,40 @@ class Family:
         theirs = self.names[part]
         prefix = "" if layer is None else self.layer.format(layer)
         order = partial(self.order, config, part)
-        if isinstance(theirs, str) and "{}" in theirs and config.experts is not None:
-            count = config.experts.count
+        if isinstance(theirs, str) and "{}" in theirs:
+            counts = {"attn.q_norm": config.n_head, "attn.k_norm": config.n_kv_head}
+            count = config.experts.count if config.experts is not None else counts[part]
             return Recipe(tuple((f"{prefix}{theirs.format(e)}{suffix}", rows // count) for e in range(count)))
         if (first := self.first_row.get(part)) is not None:
             return Recipe(((f"{prefix}{theirs}{suffix}", first + rows),), partial(np.arange, first, first + rows))
         if isinstance(theirs, str):
-            if part in self.folded:
-                return Recipe(((f"{prefix}{theirs}{suffix}", rows // config.n_layer),), folded=config.n_layer)
+            if (folded := self.folded.get(part)) is not None:
+                count = folded(config)
+                return Recipe(((f"{prefix}{theirs}{suffix}", rows // count),), order, folded=count)
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
         sizes = zip(theirs, config.qkv_widths(layer or 0), strict=False)  # only c_attn is made of several
         return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 
 
+FOLDED_HEADS: dict[str, Callable[[ModelConfig], int]] = {
+    "attn.q_norm": lambda config: config.head_dim,
+    "attn.k_norm": lambda config: config.head_dim,
+}
+"""`Family.folded` of models that store the norms of heads as matrices, a row a head."""
+
+
 def interleaved(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     """`Family.order` of models that rotate adjacent dimensions (2 i, 2 i + 1): ours are i and i + dim / 2."""
     rotary = next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
-    if part != "attn.c_attn" or rotary is None:
+    if rotary is None:
         return None
     turned = np.arange(rotary.dim).reshape(-1, 2).T.reshape(-1)
-    return within_heads(config, np.concatenate((turned, np.arange(rotary.dim, config.head_dim))))
+    dims = np.concatenate((turned, np.arange(rotary.dim, config.head_dim)))
+    heads = {"attn.q_norm": config.n_head, "attn.k_norm": config.n_kv_head} if config.qk_norm == "heads" else {}
+    if part in heads:
+        return np.arange(heads[part] * config.head_dim).reshape(-1, config.head_dim)[:, dims].reshape(-1)
+    return within_heads(config, dims) if part == "attn.c_attn" else None
 
 
 def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp]:

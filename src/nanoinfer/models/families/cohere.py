@@ -1,29 +1,35 @@
-"""Command R and Command R7B."""
+"""Command R, Command R+ and Command R7B."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig
-from nanoinfer.models.families.base import interleaved
-from nanoinfer.models.families.fields import Fields, rotated, window_fields
-from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA
+from nanoinfer.models.families.base import FOLDED_HEADS, interleaved
+from nanoinfer.models.families.fields import Fields, rope_fields, rotated, window_fields
+from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
+
+
+def _read_cohere(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    return rotated(f, config, theta=500000.0) | {"qk_norm": "heads" if f.flag("use_qk_norm", False) else "none"}
+
 
 COHERE = LLAMA.derive(
     "cohere",
     "CohereForCausalLM",
     {"layer_norm_eps": ("norm_epsilon", 1e-5), "logit_scale": ("final_scale", 0.0625)},
+    QK_NORM,
     defaults={"tie_word_embeddings": True},
     fixed={"norm": "layer", "norm_placement": "shared", "parallel_residual": True},
     without=("head_dim", "rms_norm_eps", "ln_2"),
     biases=ATTENTION_BIAS,
-    only={"use_qk_norm": (False,)},
-    read_layers=partial(rotated, theta=500000.0),
+    read_layers=_read_cohere,
+    write_layers=lambda config: rope_fields(config) | {"use_qk_norm": config.qk_norm == "heads"},
     order=interleaved,
+    folded=FOLDED_HEADS,
 )
-"""Command R: attention and MLP in parallel after one layer norm, a factor of the logits, adjacent dimensions rotated.
-"""
+"""Command R: attention and MLP in parallel after one layer norm, a factor of the logits, adjacent dimensions rotated;
+Command R+: also a layer norm of each head of queries and keys, with weights of its own."""
 
 
 def _read_cohere2(f: Fields, config: ModelConfig) -> dict[str, Any]:

@@ -186,7 +186,7 @@ GEMMA4 = GEMMA3.derive(
     only={"use_bidirectional_attention": (None, "vision")},
     read_layers=_read_gemma4,
     write_layers=_write_gemma4,
-    folded=frozenset({"per_layer.wte"}),
+    folded={"per_layer.wte": lambda config: config.n_layer},
     fused=experts.stacked(_PARTS, "experts"),
     bare=True,
 )

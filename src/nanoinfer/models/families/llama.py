@@ -172,6 +172,7 @@ SMOLLM3 = LLAMA.derive(
 
 def _read_stablelm(f: Fields, config: ModelConfig) -> dict[str, Any]:
     layers = rotated(f, config, share=("partial_rotary_factor", 0.25))
+    layers |= {"qk_norm": "heads" if f.flag("qk_layernorm", False) else "none"}
     return layers | ({"norm_placement": "shared"} if config.parallel_residual else {})
 
 
@@ -179,13 +180,14 @@ STABLELM = LLAMA.derive(
     "stablelm",
     "StableLmForCausalLM",
     {"layer_norm_eps": ("norm_epsilon", 1e-5), "use_parallel_residual": ("parallel_residual", False)},
+    {"attn.q_norm": "self_attn.q_layernorm.norms.{}", "attn.k_norm": "self_attn.k_layernorm.norms.{}"},
     defaults={"num_key_value_heads": 32},
     without=("head_dim", "rms_norm_eps", "norm"),
     biased=("norm",),
     biases={"use_qkv_bias": (("qkv",), False)},
-    only={"qk_layernorm": (False,)},
     harmless=("hidden_dropout",),
     read_layers=_read_stablelm,
-    write_layers=partial_fields,
+    write_layers=lambda config: partial_fields(config) | {"qk_layernorm": config.qk_norm == "heads"},
 )
-"""StableLM: layer norms, a gated MLP, rotary positions on a share of each head."""
+"""StableLM: layer norms, a gated MLP, rotary positions on a share of each head; StableLM 2 12B: also a layer norm of
+each head of queries and keys, with weights of its own."""
