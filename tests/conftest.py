@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 parameters = item.callspec.params  # type: ignore[attr-defined]
                 if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
                     item.add_marker(marker)
-    if config.pluginmanager.hasplugin("xdist"):
+    if getattr(config.option, "loadgroup", False):  # set by pytest-xdist in the processes that it starts
         num_slow = Counter(group_of(item.path) for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (group_of(item.path) != "ray", -num_slow[group_of(item.path)], group_of(item.path)))
         for item in items:

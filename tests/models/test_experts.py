@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.engines import GREEDY, generate, make_core, make_engine, naive_greedy, prompt
+from helpers.engines import GREEDY
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_model, make_weights
 from nanoinfer import LLM
@@ -223,19 +223,6 @@ def test_a_router_that_is_not_finite_gives_what_is_not_finite(value: float, stat
     for x in (torch.randn(1, 16), torch.randn(20, 16)):
         x[:, 2] = 1.0
         assert mlp(x).isnan().all()
-
-
-@pytest.mark.parametrize("config", [MIXED, ALL, BIASED, BESIDE], ids=["mixed", "all", "biased", "beside"])
-@pytest.mark.parametrize("name", ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native"])
-@pytest.mark.slow_if(lambda name, config: name in ("compiled", "cuda_graph") and config is not MIXED)
-def test_greedy_tokens_equal_the_naive_loop(name: str, config: ModelConfig) -> None:
-    gpt = make_model(config)
-    prompts = [prompt(n, n) for n in (3, 20, 1)]
-    expected = [[naive_greedy(gpt, p, GREEDY.max_tokens)] for p in prompts]
-    engine = make_engine(name, gpt)
-    for chunk in (2048, 5):
-        core = make_core(engine, max_num_batched_tokens=chunk)
-        assert generate(core, prompts, [GREEDY] * 3) == expected
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])

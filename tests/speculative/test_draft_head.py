@@ -199,7 +199,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.parametrize("k", [3, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
-@nightly_if_interpreted
+@pytest.mark.nightly_if(lambda name: name not in ("native", "static"))
 @pytest.mark.slow_if(lambda name: name != "native")
 def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: SamplingParams) -> None:
     gpt = make_model()

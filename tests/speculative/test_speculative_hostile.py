@@ -89,8 +89,12 @@ ENGINE_OPTIONS = [{"engine": name} for name in TORCH] + [
     )
 ]
 
+CHOSEN = [{"engine": "static"}, {"engine": "native"}, {"engine": "native", "quantization": "int4"}]
+"""What is tested but in `make test-nightly`: an engine in PyTorch, and the one that samples and drafts in C++."""
+
 
 @pytest.mark.parametrize("options", ENGINE_OPTIONS)
+@pytest.mark.nightly_if(lambda options: options not in CHOSEN)
 @pytest.mark.slow_if(lambda options: options != {"engine": "native"})
 def test_random_requests_say_what_plain_decoding_says(options: dict[str, str], folders: dict[str, str]) -> None:
     rng = random.Random(1)
