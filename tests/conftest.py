@@ -121,6 +121,12 @@ def tiny_folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "tiny")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model for all tests of a file."""
+    return make_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command line in this process: arguments -> exit code, stdout, stderr."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch.lines import Line, Place
 from nanoinfer.batch.run import BatchOptions
@@ -15,11 +14,6 @@ from nanoinfer.ray.service import LineService
 
 WAIT_SEC = 60.0
 OPTIONS = BatchOptions(SamplingParams(max_tokens=4), seed=5)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("service") / "tiny")
 
 
 @pytest.fixture

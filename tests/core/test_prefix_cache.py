@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.engines import GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
-from helpers.environment import INTERPRETED
+from helpers.engines import GREEDY, V, make_engine, naive_greedy, nightly_if_interpreted, prompt
 from helpers.errors import refuses
 from helpers.models import make_folder, make_model, weights_of
 from helpers.scheduling import Pretended, World, make_request, summary
@@ -237,10 +236,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[list[l
 @pytest.mark.parametrize("caching", [True, False], ids=["shared", "unshared"])
 @pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
-@pytest.mark.nightly_if(
-    lambda name, chunk, caching: name == "triton" and INTERPRETED and (chunk == 2048 or not caching)
-)
+@nightly_if_interpreted
 @pytest.mark.slow_if(lambda name, chunk: name in ("compiled", "cuda_graph") and chunk == 2048)
 def test_tokens_do_not_depend_on_sharing_and_preemption(name: str, chunk: int, caching: bool) -> None:
     gpt, (prompts, params, expected) = make_model(), mixed_requests()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.interrupts import ENGINES, Interrupter, check, how_often, interrupt_everywhere, tracing
-from helpers.models import TINY, make_folder, make_limits, make_model
+from helpers.models import TINY, make_limits, make_model
 from helpers.overlap import TorchSampler
 from helpers.recorded import FakeRecorder
 from nanoinfer import LLM, RequestOutput, SamplingParams
@@ -33,11 +33,6 @@ PARAMS = [
     SamplingParams(seed=2, max_tokens=6, overflow="slide", slide_stride=3, logprobs=1),
 ]
 PROMPTS = ["To be", "or", "c" * (TINY.block_size - 2)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def texts(llm: LLM) -> list[str]:

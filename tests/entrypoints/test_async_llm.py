@@ -23,7 +23,7 @@ import pytest
 
 from helpers.async_llm import freed, run
 from helpers.environment import ROOT
-from helpers.models import CHARS, make_folder
+from helpers.models import CHARS
 from nanoinfer import (
     LLM,
     AsyncLLM,
@@ -56,11 +56,6 @@ PARAMS = [
 LONG = SamplingParams(temperature=0.0, max_tokens=100_000, overflow="slide", slide_stride=16)
 GREEDY = PARAMS[0]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["native", "static"])

@@ -20,7 +20,6 @@ import pytest
 
 from helpers.batch import run_on, runner
 from helpers.chat import chat_folder
-from helpers.models import make_folder
 from helpers.terminal import Terminal
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, PoolingParams, SamplingParams
@@ -38,11 +37,6 @@ from nanoinfer.utils.progress import ProgressBar
 Run = Callable[..., tuple[int, str, str]]
 PROMPTS = ("To be", "or not", "c" * 30)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("batch") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import lost
 from nanoinfer.batch import output as batch_output
@@ -27,11 +26,6 @@ NUM_LINES = 40
 OUT, STATE, SAVED = Path("a/out.jsonl"), Path("a/out.jsonl.state"), Path("a/out.jsonl.saved")
 Action = Callable[[], object]
 Batch = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("lost") / "tiny")
 
 
 @pytest.fixture(scope="module")

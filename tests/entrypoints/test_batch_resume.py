@@ -33,11 +33,6 @@ SETTINGS = {"model": "tiny", "stop": ("a",)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("resume") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(str(folder), engine="native", max_num_seqs=4)
 

@@ -55,11 +55,6 @@ def row(*cells: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("vllm") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(str(folder), max_num_seqs=4)
 

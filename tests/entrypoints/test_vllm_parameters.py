@@ -24,11 +24,6 @@ IM_START, IM_END = 1, 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("parameters") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(str(folder), max_num_seqs=4)
 

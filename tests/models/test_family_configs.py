@@ -31,7 +31,6 @@ OWN_NAMES = ("gpt2", "gptj", "opt")  # of the fields in SHAPE
 OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}}
 """Fields that must fit SHAPE's."""
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
-DESCENDANTS = sorted(FAMILIES.keys() - {*OWN_NAMES, "gpt_neox"})
 
 
 def read(folder: Path, model_type: str, **fields: Any) -> ModelConfig:

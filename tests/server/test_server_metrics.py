@@ -27,7 +27,6 @@ from starlette.types import ASGIApp
 
 from helpers import asgi
 from helpers.asgi import call
-from helpers.models import make_folder
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.server.access_log import MAX_LINES, AccessLog, LogRequests, OneLine, configure_logging
@@ -38,11 +37,6 @@ from nanoinfer.server.metrics import FINISH_REASONS, PREFIX, Metrics
 COMPLETIONS = "/v1/completions"
 serve = functools.partial(asgi.serve, served_model_name=("m",))
 BODY = {"prompt": "To be or not to b", "max_tokens": 8, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

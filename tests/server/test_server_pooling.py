@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from helpers.asgi import call, serve
 from helpers.async_llm import freed
-from helpers.models import TINY, make_folder
+from helpers.models import TINY
 from nanoinfer import LLM, AsyncLLM, NanoinferError, PoolingParams
 from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE
 from nanoinfer.openai_protocol.pooling import parse_pooling
@@ -27,11 +27,6 @@ from nanoinfer.server import limits
 
 TEXTS = ["To be", "or not", "a" * 20]
 TEMPLATE = "{{ messages[0]['content'] }}?{{ messages[1]['content'] }}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

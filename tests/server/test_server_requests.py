@@ -26,7 +26,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 from starlette.types import ASGIApp
 
 from helpers.asgi import Response, call, post, serve, until
-from helpers.models import CHARS, make_folder
+from helpers.models import CHARS
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.server import page_routes
 from nanoinfer.server.auth import PUBLIC
@@ -36,11 +36,6 @@ from nanoinfer.speculative.speculator import Speculator
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "To be", "max_tokens": 1_000_000, "overflow": "slide", "slide_stride": 16, "temperature": 0}
 SHORT = {"prompt": "To be", "max_tokens": 8, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

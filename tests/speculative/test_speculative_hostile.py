@@ -108,7 +108,6 @@ def test_random_requests_say_what_plain_decoding_says(options: dict[str, str], f
 
 
 Job = tuple[int, int, int]
-JOB = st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(1, 3))  # prompt, max_tokens, n
 
 
 @needs_native
