@@ -77,6 +77,11 @@ def only_text(part: object) -> str:
     return "give the text as a string, or in such parts"
 
 
+def text_instead_of(kind: object) -> str:
+    """Return the text that stands for an image or a file in the result of a tool, which the user has not seen."""
+    return f"[{kind}: left out, because this model reads text only]"
+
+
 def result_error(error: str) -> ResultError:
     """Return the exception for the error of an output, which is text: steps keep no exceptions, which hold frames."""
     return TokensExcluded() if error == TokensExcluded.MESSAGE else ResultError(error)

@@ -20,9 +20,9 @@ from nanoinfer import NanoinferError
 from nanoinfer.cluster import metrics
 from nanoinfer.cluster.front import ATTEMPTS
 from nanoinfer.cluster.link import WINDOW_BYTES
-from nanoinfer.openai_protocol import COMPLETIONS
+from nanoinfer.protocols.fields import COMPLETIONS
+from nanoinfer.server.access import combined_salt
 from nanoinfer.server.access_log import count_tokens
-from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import respond, respond_json
 
 EVENTS = [(b"content-type", b"text/event-stream")]

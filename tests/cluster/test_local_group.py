@@ -20,7 +20,7 @@ from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec, _Replicas
 from nanoinfer.cluster.local import LocalGroup
 from nanoinfer.config import LLMConfig
-from nanoinfer.openai_protocol import FieldError
+from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.config import ServerConfig
 
 

@@ -21,7 +21,7 @@ from helpers.replica_servers import TIMEOUT, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.cluster.config import ClusterConfig  # noqa: E402
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
 
 pytest.importorskip("ray.serve", reason="the extra cluster is not installed")

@@ -24,7 +24,7 @@ from helpers.replica_servers import TIMEOUT, metric, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.cli.app import run  # noqa: E402
-from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
+from nanoinfer.protocols.fields import COMPLETIONS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas are looked up in /proc")
 

@@ -30,7 +30,7 @@ from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
 from nanoinfer.errors import TokensExcluded
-from nanoinfer.openai_protocol.fields import EMBEDDINGS, RERANK, SCORE
+from nanoinfer.protocols.fields import EMBEDDINGS, RERANK, SCORE
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 
@@ -337,7 +337,7 @@ OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(CHAT, messages=[], max_tokens=1, max_completion_tokens=1), "both given", "max_completion_tokens"),
     (openai("/v1/images", input="a"), "url='/v1/images'", "url"),
     (openai(EMBEDDINGS, input=["a", "b" * 33]), "prompt 2 of 2: the input has 33 tokens", "input"),
-    (openai(RERANK, query="a"), "documents None is not a list", "documents"),
+    (openai(RERANK, query="a"), "documents is missing", "documents"),
     ({**openai(COMPLETIONS, prompt="a"), "method": "GET"}, "method='GET' is not 'POST'", "method"),
     ({"url": COMPLETIONS, "method": "POST", "body": [1]}, "body=[1] is not a JSON object", "body"),
     ({**openai(COMPLETIONS, prompt="a"), "x": 1}, "the field 'x' is unknown", "x"),

@@ -28,12 +28,21 @@ from helpers.asgi import Response
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
-from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.engines.base import Engine
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
-from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
+from nanoinfer.protocols.fields import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
 from nanoinfer.server import page_routes
-from nanoinfer.server.table import ROUTES
+from nanoinfer.server.app import ROUTES
 
 GIVE_UP_SEC = 20.0  # a step that is not released ends, so that the test does
 TICKS = 10

@@ -17,7 +17,7 @@ from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.inputs.prompts import as_list, numbered
-from nanoinfer.openai_protocol import FieldError
+from nanoinfer.protocols.fields import FieldError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 

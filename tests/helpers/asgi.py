@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.openai_protocol import COMPLETIONS
+from nanoinfer.protocols.fields import COMPLETIONS
 from nanoinfer.server.access_log import AccessLog
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig

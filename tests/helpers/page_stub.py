@@ -17,11 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nanoinfer.openai_protocol import FieldError
-from nanoinfer.server import markdown as server_markdown
+from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server import page_routes
-from nanoinfer.server.errors import Refusal
-from nanoinfer.server.http import Bodies
+from nanoinfer.server.http import Bodies, Refusal
 
 SAMPLING: dict[str, Any] = {
     "max_tokens": None, "temperature": 1.0, "top_k": 0, "presence_penalty": 0.0, "seed": None, "stop": [],
@@ -115,7 +113,7 @@ class Stub:
 
         async def markdown(scope: Any, receive: Any, send: Any) -> None:
             try:
-                await server_markdown.markdown(service, scope, receive, send)  # type: ignore[arg-type]
+                await page_routes.markdown(service, scope, receive, send)  # type: ignore[arg-type]
             except FieldError as e:
                 await Refusal(e.status, str(e)).send(send, scope)
 

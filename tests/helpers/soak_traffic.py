@@ -22,10 +22,19 @@ from typing import Any
 
 from helpers.tools import TWO, tool
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
-from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
-from nanoinfer.server.table import ROUTES
+from nanoinfer.protocols.fields import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
+from nanoinfer.server.app import ROUTES
 
 PROMPTS = [
     "O Romeo,",

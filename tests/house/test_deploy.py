@@ -30,8 +30,7 @@ from helpers.deploy import (
     server_config,
     values,
 )
-from nanoinfer.server.auth import PUBLIC
-from nanoinfer.server.origins import CheckOrigins
+from nanoinfer.server.access import PUBLIC, CheckOrigins
 
 USER = 10001
 COMMANDS = command_lines()

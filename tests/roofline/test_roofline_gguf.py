@@ -22,7 +22,7 @@ from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.predict import predict
 from nanoinfer.roofline.report import Question, answer
 from nanoinfer.roofline.shapes import find_model, find_shape
-from nanoinfer.server import roofline
+from nanoinfer.server.service import max_tokens_per_sec
 
 C, F, V, L, D = 64, 128, 70, 3, 32
 Q6_K = 14
@@ -171,4 +171,4 @@ def test_the_limit_of_a_served_file(
     config, own = find_model(str(mixed_file[0]))
     fmt = own if name is None else FORMATS[name]
     assert fmt is not None
-    assert roofline.tokens_per_sec(llm.model) == 1 / predict(decode(config, fmt), ceiling, fmt, 1, 24).seconds
+    assert max_tokens_per_sec(llm.model) == 1 / predict(decode(config, fmt), ceiling, fmt, 1, 24).seconds

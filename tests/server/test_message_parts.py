@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
-from nanoinfer.openai_protocol import FieldError, renamed
-from nanoinfer.openai_protocol.parts import Parts, parts_of
 from nanoinfer.outputs import (
     AnswerDelta,
     CallDelta,
@@ -18,6 +16,9 @@ from nanoinfer.outputs import (
     ReasoningDelta,
     ToolCall,
 )
+from nanoinfer.protocols.errors import renamed
+from nanoinfer.protocols.fields import FieldError
+from nanoinfer.protocols.shared import Parts, parts_of
 
 
 def output(text: str = "", deltas: list[AnswerDelta] | None = None, finish_reason: str | None = None) -> Any:

@@ -24,10 +24,13 @@ from helpers.server_client import Client, uncached  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.core.output_processor import describe  # noqa: E402
 from nanoinfer.errors import TokensExcluded  # noqa: E402
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
-from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
-from nanoinfer.openai_protocol.responses import chat_logprobs, completion_logprobs  # noqa: E402
 from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
+from nanoinfer.protocols.fields import (  # noqa: E402
+    CHAT,
+    COMPLETIONS,
+    TABLES,
+)
+from nanoinfer.protocols.output import chat_logprobs, completion_logprobs  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
 from nanoinfer.server.service import names_of  # noqa: E402
@@ -503,8 +506,8 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "less than n=3"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias", "token id 9999"),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, 400, "response_format", "is not supported"),
-    (COMPLETIONS, {"prompt": "a", "response_format": 5}, 400, "response_format", "is not supported"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, 400, "response_format.type", "is not supported"),
+    (COMPLETIONS, {"prompt": "a", "response_format": 5}, 400, "response_format", "is not an object"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(", "x": 1}}, 400, "structured_outputs", "x"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
     (COMPLETIONS, {"prompt": "a", "response_format": as_format({"type": "x"})}, 400, "response_format", "json_schema"),
@@ -536,7 +539,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": HI, "prediction": {"type": "content"}}, 400, "prediction", "'prediction' is not supported"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "cache_salt=''"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream=true"),
-    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "x=1"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "the field 'x'"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "top_p": 2}, 400, "top_p", "top_p=2"),
     (
         COMPLETIONS,
@@ -565,7 +568,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/tokenize", {"prompt": [1]}, 400, "prompt", "is not a string"),
     ("/tokenize", {"prompt": "a", "x": 1}, 400, "x", "'x' is not supported for /tokenize"),
     ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "does not exist"),
-    ("/detokenize", {}, 400, "tokens", "tokens=None"),
+    ("/detokenize", {}, 400, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": [1.5]}, 400, "tokens", "is not a list of token ids"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "token id -1"),
 ]

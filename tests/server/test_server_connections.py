@@ -20,8 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.server import connections
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.connections import BoundedServer, uvicorn_options
-from nanoinfer.server.descriptors import NUM_REFUSED
+from nanoinfer.server.connections import NUM_REFUSED, BoundedServer, uvicorn_options
 from nanoinfer.server.limits import BoundRequests
 
 LIMITS = ("header_timeout_sec", "body_timeout_sec", "send_timeout_sec", "keep_alive_sec")

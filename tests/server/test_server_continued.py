@@ -15,7 +15,7 @@ from helpers.chat import HI
 from helpers.server_client import Client, uncached
 from helpers.tools import TWO, tools_folder
 from nanoinfer import LLM
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, RESPONSES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_tokens": 60}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}, "return_token_ids": True}

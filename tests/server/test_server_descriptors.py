@@ -26,13 +26,22 @@ if not Path("/proc/self/fd").exists():
 from helpers.models import TINY, make_folder
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
-from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
-from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
-from nanoinfer.server import descriptors
+from nanoinfer.protocols.fields import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
+from nanoinfer.server import connections
+from nanoinfer.server.app import ROUTES
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.descriptors import MAX_CONNECTIONS, RESERVE, with_max_connections
-from nanoinfer.server.table import ROUTES
+from nanoinfer.server.connections import MAX_CONNECTIONS, RESERVE, with_max_connections
 
 HI = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -178,7 +187,7 @@ def test_as_many_connections_as_fit(
     made: list[Any] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: made.append(both))
-    monkeypatch.setattr(descriptors.os, "listdir", lambda path: [""] * 10)
+    monkeypatch.setattr(connections.os, "listdir", lambda path: [""] * 10)
     assert with_max_connections(ServerConfig(max_connections=given)).max_connections == number
     assert made == ([] if limits[0] == limits[1] else [(limits[1], limits[1])])
 
@@ -188,7 +197,7 @@ def test_connections_that_do_not_fit_are_an_error(
     monkeypatch: pytest.MonkeyPatch, limit: int, given: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    monkeypatch.setattr(descriptors.os, "listdir", lambda path: [""] * 10)
+    monkeypatch.setattr(connections.os, "listdir", lambda path: [""] * 10)
     with pytest.raises(NanoinferError) as caught:
         with_max_connections(ServerConfig(max_connections=given))
     wanted = given or 1

@@ -24,8 +24,7 @@ from helpers.chat import chat_folder
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.core import output_processor as request_outputs
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
 from nanoinfer.server import generation, http, service
 from nanoinfer.utils import json_pieces
 

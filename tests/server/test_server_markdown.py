@@ -13,9 +13,9 @@ pytest.importorskip("markdown_it", reason="pip install '.[server]'")
 from helpers.asgi import Response, call, serve
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM
-from nanoinfer.openai_protocol import FieldError
-from nanoinfer.server import markdown
-from nanoinfer.server.markdown import MAX_CHARS, MAX_DEPTH, tree
+from nanoinfer.protocols.fields import FieldError
+from nanoinfer.server import page_routes
+from nanoinfer.server.page_routes import MAX_CHARS, MAX_DEPTH, tree
 
 PATH = "/page/markdown"
 ADDRESSES = (
@@ -124,7 +124,7 @@ def test_what_is_refused(llm: LLM, body: Any, message: str) -> None:
 
 
 def test_without_the_package(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markdown, "PARSER", None)
+    monkeypatch.setattr(page_routes, "PARSER", None)
     (found,) = ask(llm, {"text": "*a*"})
     assert found.status == 501
     assert json.loads(found.content)["error"]["message"].startswith("markdown-it-py is not installed: pip install")

@@ -22,8 +22,7 @@ pytest.importorskip("llguidance", reason="the extra `structured` is not installe
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
 from helpers.server_process import ServerProcess, serving
-from nanoinfer.openai_protocol import COMPLETIONS
-from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, TOKENIZE
+from nanoinfer.protocols.fields import COMPLETIONS, EMBEDDINGS, MAX_INPUTS, TOKENIZE
 from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, MAX_SLIDING_TOKENS, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
 

@@ -20,12 +20,12 @@ from helpers.chat import chat_folder
 from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM
-from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES, REQUIRED, SHAPE, TABLES, parse_messages
 from nanoinfer.errors import ResultError
-from nanoinfer.openai_protocol import CHAT
+from nanoinfer.protocols.fields import CHAT, COUNT_TOKENS, MESSAGES, REQUIRED, TABLES
+from nanoinfer.protocols.messages import SHAPE, parse_messages
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.errors import Refusal
+from nanoinfer.server.http import Refusal
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 TOOLS = [
@@ -362,7 +362,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens=0 is not an integer >= 1"),
     ({"n": 2}, "the field 'n' is not supported for /v1/messages"),
     ({"container": "c"}, "the field 'container' is not supported"),
-    ({"stop_sequences": "a"}, "stop_sequences='a' is not a list of strings"),
+    ({"stop_sequences": "a"}, "stop_sequences='a' is not a list"),
     ({"stop_sequences": [""]}, "stop_sequences='' is not a non-empty string"),
     ({"temperature": -1}, "temperature=-1"),
     ({"messages": []}, "messages=[] is not a list of one or more"),
@@ -403,7 +403,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens=-1 is not an integer >= 0"),
     ({"output_config": {"task_budget": 1}}, "output_config: the field 'task_budget' is not supported"),
     ({"output_config": {"effort": 1}}, "output_config.effort=1"),
-    ({"output_config": {"format": {"type": "text"}}}, "output_config.format={'type': 'text'} is not"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format={'type': 'text'} has no schema"),
     ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_config.format and output_format are both"),
     ({"output_format": {"type": "json_schema", "schema": {"$ref": "#/x"}}}, "output_config.format"),
 ]  # fmt: skip

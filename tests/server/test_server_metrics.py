@@ -31,7 +31,7 @@ from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.server.access_log import MAX_LINES, AccessLog, LogRequests, OneLine, configure_logging
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.descriptors import MAX_CONNECTIONS
+from nanoinfer.server.connections import MAX_CONNECTIONS
 from nanoinfer.server.metrics import FINISH_REASONS, PREFIX, Metrics
 
 COMPLETIONS = "/v1/completions"

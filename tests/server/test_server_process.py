@@ -26,7 +26,7 @@ from helpers.models import TINY, make_folder  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanoinfer.cli import main  # noqa: E402
-from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
+from nanoinfer.protocols.fields import COMPLETIONS  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
 

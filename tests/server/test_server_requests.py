@@ -29,8 +29,8 @@ from helpers.asgi import Response, call, post, serve, until
 from helpers.models import CHARS
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.server import page_routes
-from nanoinfer.server.auth import PUBLIC
-from nanoinfer.server.table import ROUTES
+from nanoinfer.server.access import PUBLIC
+from nanoinfer.server.app import ROUTES
 from nanoinfer.speculative.speculator import Speculator
 
 COMPLETIONS = "/v1/completions"

@@ -19,9 +19,9 @@ from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.core import output_processor
-from nanoinfer.openai_protocol import CHAT, RESPONSES, SHAPES
-from nanoinfer.openai_protocol.fields import SAMPLING_OF, TABLES
 from nanoinfer.outputs import CallDelta, CompletionOutput, RequestMetrics, RequestOutput
+from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES
+from nanoinfer.server.service import SHAPES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
 FLAT: list[dict[str, Any]] = [{"type": "function", "strict": None, **tool["function"]} for tool in TWO]
@@ -386,7 +386,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": HI}, "messages", "the field 'messages' is not supported for /v1/responses"),
     ({"n": 2}, "n", "the field 'n' is not supported"),
     ({"input": None}, "input", "input is missing"),
-    ({"input": []}, "input", "input [] is not supported"),
+    ({"input": []}, "input", "input=[] is not supported"),
     ({"input": ["a"]}, "input", "input[0]='a' is not supported"),
     (item(role="tool", content="a"), "input", "is not supported: give a message with the role user"),
     (item(type="item_reference", id="msg_1"), "input", "input[0]={'type': 'item_reference'"),
@@ -404,11 +404,11 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["file_search_call.results"]}, "include", "is not a list of message.output_text.logprobs and"),
     ({"metadata": {"a": 1}}, "metadata", "metadata={'a': 1}"),
     ({"metadata": {"a": "b" * 513}}, "metadata", "strings of 512 characters"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "is not an object with include_obfuscation"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "not supported: use include_obfuscation"),
     ({"reasoning": "high"}, "reasoning", "reasoning='high' is not an object"),
     ({"reasoning": {"effort": 1}}, "reasoning.effort", "reasoning.effort=1"),
-    ({"text": {"verbosity": "loud"}}, "text", "text.verbosity='loud'"),
-    ({"text": {"format": {"type": "yaml"}}}, "text.format", "text.format={'type': 'yaml'}"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity", "text.verbosity='loud'"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "text.format.type='yaml'"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema={} has no schema"),
     (schema({"$ref": "#/x"}), "text.format", "text.format"),
     ({"text": {"format": {"type": "json_object", "x": 1}}}, "text.format", "text.format: the field 'x'"),
@@ -416,7 +416,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_searches"}]}, "tools", "tools[0]: type='web_searches' is not supported: give a list"),
     ({"tools": [{"type": "custom"}]}, "tools", "tools[0]: function has no name"),
     ({"tools": [{"type": "custom", "name": {}}], "stream": True}, "tools", "tools[0]: name={} is not 1 to 64"),
-    ({"tools": 5}, "tools", "tools[0]: 5 is not supported: give a list of functions"),
+    ({"tools": 5}, "tools", "tools=5 is not a list"),
     ({"tools": TWO}, "tools", "tools[0]: function has the unknown field 'function'"),
     ({"tools": FLAT * 2}, "tools", "tools[2]: name='add' is the name of another tool"),
     ({"tools": FLAT, "tool_choice": {"type": "web_search"}}, "tool_choice", "is not supported: use none, auto"),

@@ -24,7 +24,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.chat import chat_folder
 from helpers.server_process import serving
-from nanoinfer.openai_protocol.fields import STORED
+from nanoinfer.protocols.fields import STORED
 
 TOOL = shutil.which("st", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 EXAMPLES = int(os.environ.get("NANOINFER_TEST_SCHEMA_EXAMPLES", "10"))  # for each operation

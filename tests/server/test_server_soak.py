@@ -33,7 +33,7 @@ from helpers.server_process import serving
 from helpers.soak_traffic import ABUSE, COMPARED, VALID, Abuser, Client, Expected, Server, run
 from nanoinfer import LLM
 from nanoinfer.checkpoints.load import BUILTIN
-from nanoinfer.server.table import ROUTES
+from nanoinfer.server.app import ROUTES
 
 MINUTES = float(os.environ.get("NANOINFER_TEST_SOAK_MINUTES", "1"))
 IS_LONG = MINUTES >= 30

@@ -23,7 +23,7 @@ from helpers.asgi import HOST, serve
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.entrypoints.async_llm import NUM_PREPARING
-from nanoinfer.openai_protocol import COMPLETIONS
+from nanoinfer.protocols.fields import COMPLETIONS
 
 NUM_STREAMS = 200
 LENGTHS = [12 + i % 5 for i in range(NUM_STREAMS)]

@@ -17,7 +17,7 @@ from helpers.chat import HI
 from helpers.server_client import Client, uncached
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.openai_protocol import CHAT, RESPONSES
+from nanoinfer.protocols.fields import CHAT, RESPONSES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_tokens": 150}
 CALLS: dict[str, Any] = {"tools": TWO, "parallel_tool_calls": False, "enable_thinking": False}

@@ -21,9 +21,8 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from helpers import smollm2
 from helpers.server_client import Client
 from nanoinfer import LLM
-from nanoinfer.anthropic_protocol import MESSAGES
 from nanoinfer.entrypoints.chat import ChatFormatter
-from nanoinfer.openai_protocol import RESPONSES
+from nanoinfer.protocols.fields import MESSAGES, RESPONSES
 
 pytestmark = smollm2.needs_smollm2
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from helpers import smollm2
 from helpers.asgi import call, serve
 from nanoinfer import AsyncLLM
-from nanoinfer.openai_protocol import CHAT
+from nanoinfer.protocols.fields import CHAT
 
 pytestmark = smollm2.needs_smollm2
 

@@ -19,7 +19,9 @@ from helpers.models import CHARS, TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_body, parse
+from nanoinfer.protocols.errors import error_body
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
+from nanoinfer.protocols.requests import parse
 from nanoinfer.structured import grammars, lexers, vocabulary
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, from_core

@@ -18,7 +18,7 @@ from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import ResultError
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.openai_protocol import as_sent, status_code
+from nanoinfer.protocols.errors import as_sent, status_code
 from nanoinfer.structured import grammars, lexers
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.tokenizers.tokenizer import CharTokenizer

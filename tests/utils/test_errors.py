@@ -16,7 +16,7 @@ from helpers.gguf_files import tiny_gguf
 from helpers.models import edit_config, make_folder
 from nanoinfer.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
-from nanoinfer.openai_protocol.fields import FieldError
+from nanoinfer.protocols.fields import FieldError
 
 EVIL = "\x1b]0;t\x07\n\r\x9b31m\u202e\u2028\x00"
 

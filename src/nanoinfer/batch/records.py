@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.openai_protocol import SAMPLING, TEMPLATE, GenerationRequest
-from nanoinfer.openai_protocol.fields import POOLING
-from nanoinfer.openai_protocol.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.protocols.errors import as_sent, error_body, status_code
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, POOLING, SAMPLING, TEMPLATE, FieldError
+from nanoinfer.protocols.output import plain_logprobs, response_body, usage
+from nanoinfer.protocols.pooling import PoolingRequest, parse_pooling, pooling_body
+from nanoinfer.protocols.requests import GenerationRequest, parse, with_fields
+from nanoinfer.protocols.shared import Decode
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, parse_json
@@ -35,7 +37,7 @@ OPENAI_KEYS = ("custom_id", "method", "url", "body")
 Record = dict[str, Any]
 
 
-def read_form(line: Line, model: str, decode: openai.Decode, several: bool) -> tuple[Form, NanoinferError | None]:
+def read_form(line: Line, model: str, decode: Decode, several: bool) -> tuple[Form, NanoinferError | None]:
     """Return the form of a line, and why it cannot be read; None: it is a JSON object.
 
     Args:
@@ -112,7 +114,7 @@ class OwnForm:
             raise NanoinferError(
                 f"the line has {' and '.join(prompt) or 'no prompt'}: give one of prompt, prompt_token_ids, messages"
             )
-        params = openai.with_fields(defaults, {name: fields[name] for name in SAMPLING if name in fields})
+        params = with_fields(defaults, {name: fields[name] for name in SAMPLING if name in fields})
         if "messages" in prompt:
             template = {name: fields[name] for name in TEMPLATE if fields.get(name) is not None}
             return GenerationRequest(params, (), prompt["messages"], template)
@@ -126,12 +128,12 @@ class OwnForm:
         made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
         for o in made:
             if "logprobs" in o:
-                o["logprobs"] = list(openai.plain_logprobs(o["logprobs"]))
+                o["logprobs"] = list(plain_logprobs(o["logprobs"]))
             if "message" in o:
                 o["message"] = asdict(o["message"])
-        record = {**self._start, "outputs": made, "usage": openai.usage(outputs), "seed": output.seed, "error": None}
+        record = {**self._start, "outputs": made, "usage": usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = list(openai.plain_logprobs(output.prompt_logprobs))
+            record["prompt_logprobs"] = list(plain_logprobs(output.prompt_logprobs))
         if output.num_dropped_tokens:
             record["num_dropped_tokens"] = output.num_dropped_tokens
         return record
@@ -144,7 +146,7 @@ class OwnForm:
 class OpenAIForm:
     """A line of an OpenAI batch file."""
 
-    def __init__(self, place: Place, fields: Mapping[str, Any], model: str, decode: openai.Decode) -> None:
+    def __init__(self, place: Place, fields: Mapping[str, Any], model: str, decode: Decode) -> None:
         self._fields, self._model, self._decode = fields, model, decode
         self._number, self._line = place.number, place.line
         self._id = fields.get("custom_id") if _is_id(fields.get("custom_id")) else None
@@ -155,17 +157,17 @@ class OpenAIForm:
         fields = self._fields
         for name in fields:
             if name not in OPENAI_KEYS:
-                raise openai.FieldError(f"the field {show(name)} is unknown: use {', '.join(OPENAI_KEYS)}", name)
+                raise FieldError(f"the field {show(name)} is unknown: use {', '.join(OPENAI_KEYS)}", name)
         _check_id(fields.get("custom_id"))
         if fields.get("method") != "POST":
-            raise openai.FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")
+            raise FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")
         url, body = fields.get("url"), fields.get("body")
-        known = (openai.COMPLETIONS, openai.CHAT, *POOLING)
+        known = (COMPLETIONS, CHAT, *POOLING)
         if url not in known:
-            raise openai.FieldError(f"url={show(url)} is not one of {', '.join(known)}", "url")
+            raise FieldError(f"url={show(url)} is not one of {', '.join(known)}", "url")
         if not isinstance(body, dict):
-            raise openai.FieldError(f"body={show(body)} is not a JSON object", "body")
-        self._request = parse_pooling(url, body) if url in POOLING else openai.parse(url, body, defaults)
+            raise FieldError(f"body={show(body)} is not a JSON object", "body")
+        self._request = parse_pooling(url, body) if url in POOLING else parse(url, body, defaults)
         return self._request
 
     def record(self, outputs: Sequence[Any]) -> Record:
@@ -174,18 +176,16 @@ class OpenAIForm:
         number, model = str(self._number), self._model
         if isinstance(self._request, PoolingRequest):
             return self._response(200, pooling_body(self._request, outputs, request_id=number, model=model, created=0))
-        body = openai.response_body(
-            self._request, outputs, request_id=number, model=model, created=0, decode=self._decode
-        )
+        body = response_body(self._request, outputs, request_id=number, model=model, created=0, decode=self._decode)
         del body["usage"]["prompt_tokens_details"]  # it depends on what ran before; the rest of a record does not
         return self._response(200, body)
 
     def error(self, error: NanoinferError) -> Record:
         """Return the record of a line that failed."""
-        error = openai.as_sent(error, response_format=getattr(self._request, "response_format", ""))
-        body = openai.error_body(error)
+        error = as_sent(error, response_format=getattr(self._request, "response_format", ""))
+        body = error_body(error)
         body["error"]["message"] = f"line {self._line}: {error}"
-        return self._response(openai.status_code(error), body)
+        return self._response(status_code(error), body)
 
     def _response(self, status: int, body: Record) -> Record:
         response = {"status_code": status, "request_id": f"req_{self._number}", "body": body}

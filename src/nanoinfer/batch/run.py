@@ -23,9 +23,9 @@ from nanoinfer.entrypoints.pooling import PoolingWork
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
-from nanoinfer.openai_protocol import GenerationRequest
-from nanoinfer.openai_protocol.pooling import PoolingRequest
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.protocols.pooling import PoolingRequest
+from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar

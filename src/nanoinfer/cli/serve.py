@@ -49,7 +49,7 @@ def serve(
         nanoinfer serve a.gguf b.gguf --chat-template b.gguf=tools.jinja
     """
     try:
-        from nanoinfer.server import auth, descriptors, run
+        from nanoinfer.server import access, connections, run
     except ModuleNotFoundError as e:
         package = (e.name or "").partition(".")[0]
         if package not in ("uvicorn", "starlette", "prometheus_client"):
@@ -58,8 +58,8 @@ def serve(
 
     files = _by_model(models, chat_templates)
     configs = [replace(config, model=model, chat_template=files[model]) for model in models]
-    server = auth.with_keys(server)
-    descriptors.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
+    server = access.with_keys(server)
+    connections.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
     if len(configs) > 1 or cluster.needs_front:
         from nanoinfer.cluster import serve as front  # one model in this process does without: it starts faster
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
 from nanoinfer.utils.checks import show
 
 HEADER = b"x-continue-stream"

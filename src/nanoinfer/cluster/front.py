@@ -20,7 +20,7 @@ from nanoinfer.cluster.link import Answer, ReplicaLost, head_of
 from nanoinfer.cluster.metrics import FrontMetrics
 from nanoinfer.cluster.routing import prefix_blocks
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.openai_protocol import FieldError
+from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.access_log import count_tokens
 from nanoinfer.server.http import Bodies, respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE

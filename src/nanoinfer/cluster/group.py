@@ -15,7 +15,7 @@ import anyio
 from nanoinfer.cluster.link import Answer, Remote, ReplicaLost
 from nanoinfer.cluster.routing import choose
 from nanoinfer.errors import printable
-from nanoinfer.openai_protocol import FieldError
+from nanoinfer.protocols.fields import FieldError
 
 START_TIMEOUT_SEC = 600.0
 """Longest time that a request waits for a replica; the request's own time limit is usually shorter."""

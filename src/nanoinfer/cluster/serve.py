@@ -20,7 +20,7 @@ from nanoinfer.errors import NanoinferError, one_line, printable
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import guarded
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.descriptors import with_max_connections
+from nanoinfer.server.connections import with_max_connections
 from nanoinfer.server.limits import BoundRequests
 from nanoinfer.server.run import listen, log_files
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, about, only_text
+from nanoinfer.errors import NanoinferError, about, only_text, text_instead_of
 from nanoinfer.inputs.prompts import numbered
 from nanoinfer.utils.checks import show
 
@@ -141,7 +141,7 @@ def _text(content: Any, role: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if kind == "text" else None
         if role == "tool" and kind in _OTHER_PARTS:
-            text = f"[{kind}: left out, because this model reads text only]"
+            text = text_instead_of(kind)
         if not isinstance(text, str):
             raise NanoinferError(f"content part {show(part)} is not {{'type': 'text', 'text': ...}}: {only_text(part)}")
         texts.append(text)

@@ -27,7 +27,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.server.errors import unexpected
+from nanoinfer.server.http import unexpected
 from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes, and the stack of middleware around them."""
+"""The ASGI application: the table of routes, and the stack of middleware around them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,48 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
-from nanoinfer.server import page_routes
+from nanoinfer.protocols.fields import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TOKENIZE,
+)
+from nanoinfer.server import generation, page_routes, routes
+from nanoinfer.server.access import CheckOrigins, RequireKey
 from nanoinfer.server.access_log import AccessLog, LogRequests
-from nanoinfer.server.auth import RequireKey
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.limits import BoundRequests
-from nanoinfer.server.openapi import document
-from nanoinfer.server.origins import CheckOrigins
+from nanoinfer.server.openapi import RouteSpec, document
 from nanoinfer.server.service import Service
-from nanoinfer.server.table import ROUTES, RouteSpec
 from nanoinfer.utils.json_pieces import json_bytes
+
+ROUTES = (
+    RouteSpec("POST", COMPLETIONS, generation.generate),
+    RouteSpec("POST", CHAT, generation.generate),
+    RouteSpec("POST", RESPONSES, generation.generate),
+    RouteSpec("POST", MESSAGES, generation.generate),
+    RouteSpec("POST", COUNT_TOKENS, routes.count_tokens),
+    RouteSpec("POST", EMBEDDINGS, routes.embed),
+    RouteSpec("POST", RERANK, routes.rerank),
+    RouteSpec("POST", SCORE, routes.score),
+    RouteSpec("GET", "/v1/models", routes.models),
+    RouteSpec("GET", "/v1/models/{model:path}", routes.model),
+    RouteSpec("POST", TOKENIZE, routes.tokenize),
+    RouteSpec("POST", DETOKENIZE, routes.detokenize),
+    RouteSpec("GET", "/tokenizer_info", routes.tokenizer_info),
+    RouteSpec("GET", "/info", routes.info),
+    RouteSpec("GET", "/health", routes.health, ""),
+    RouteSpec("GET", "/metrics", routes.metrics, "text/plain"),
+    RouteSpec("GET", "/openapi.json", routes.openapi),
+    RouteSpec("POST", "/page/markdown", page_routes.markdown),
+)
+"""The routes, from which the application and the OpenAPI document are made."""
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> ASGIApp:

@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_streams import Found, MergedStreams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import GenerationRequest, Shape, check_finite, num_values
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.server.auth import combined_salt
+from nanoinfer.protocols.output import check_finite, num_values
+from nanoinfer.protocols.requests import GenerationRequest
+from nanoinfer.protocols.shared import Shape
+from nanoinfer.server.access import combined_salt
 from nanoinfer.server.connections import CONNECTION, ChunkedConnection
 from nanoinfer.server.http import EVENTS, LARGE_VALUES
 from nanoinfer.server.limits import TokenBounds, check_request

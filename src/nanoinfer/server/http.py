@@ -1,13 +1,19 @@
-"""The little of HTTP that the routes need: bodies and responses."""
+"""The little of HTTP that the routes need: bodies, responses, and refusals in OpenAI's or in Anthropic's shape."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.entrypoints.async_engine import CLOSED
+from nanoinfer.errors import NanoinferError, QueueFull
+from nanoinfer.protocols.errors import anthropic_error, error_body, error_object, status_code
+from nanoinfer.protocols.fields import ANTHROPIC
 from nanoinfer.utils.files import decode_utf8, parse_json
 from nanoinfer.utils.json_pieces import json_bytes, json_pieces, json_strings
 from nanoinfer.utils.workers import Workers
@@ -133,3 +139,91 @@ async def respond(
 async def respond_json(send: Send, document: Any, status: int = 200) -> None:
     """Send a small document as JSON."""
     await respond(send, json_bytes(document), status)
+
+
+log = logging.getLogger("nanoinfer.server")
+
+RETRY_AFTER_SEC = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error response.
+
+    Args:
+        status: the HTTP status.
+        message: one line that may be shown to the client.
+        param: name of the request's field.
+        code: OpenAI's code, which clients compare.
+        headers: further headers of the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def content(self, scope: Scope | None = None) -> bytes:
+        """Return the body in ASCII: a message may have characters that UTF-8 cannot represent.
+
+        Args:
+            scope: of the request, whose path determines the shape; None: it is not parsed.
+        """
+        body = error_object(self.message, self.status, self.param, self.code)
+        if scope is not None and scope["path"] in ANTHROPIC:
+            body = anthropic_error(self.message, self.status, scope.get("state", {}).get("request_id"))
+        return json.dumps(body).encode()
+
+    def event(self, scope: Scope) -> bytes:
+        """Return the error as an event of a stream whose status has been sent."""
+        name = b"event: error\n" if scope["path"] in ANTHROPIC else b""
+        return name + b"data: " + self.content(scope) + b"\n\n"
+
+    async def send(self, send: Send, scope: Scope) -> None:
+        """Send it as the whole response."""
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers]
+        await respond(send, self.content(scope), self.status, headers=raw)
+
+
+def too_many(message: str) -> Refusal:
+    """Return the response to a request that may succeed later."""
+    return Refusal(429, message, code="rate_limit_exceeded", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
+
+
+def headers_too_large(limit: int) -> Refusal:
+    """Return the response to a request whose headers have more than `limit` bytes."""
+    return Refusal(431, f"the request's line and headers have more than max_header_bytes={limit} bytes: send less")
+
+
+def internal_error() -> Refusal:
+    """Return the response to a request that has failed unexpectedly. The response does not expose the exception."""
+    return Refusal(500, "internal error: the server's log has the reason under this response's X-Request-Id")
+
+
+def unexpected(error: Exception, scope: Scope) -> Refusal:
+    """Log an exception on one line, without its message, which may contain a prompt; return the response to it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else f" at {at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}"
+    log.error(
+        "request %s: %s%s (--log-level debug shows the traceback)",
+        scope.get("state", {}).get("request_id", "-"),
+        type(error).__name__,
+        where,
+        exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+    )
+    return internal_error()
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Return the response to a request for which an exception was raised."""
+    if isinstance(error, QueueFull):
+        return too_many(str(error))
+    if not isinstance(error, NanoinferError):
+        return internal_error()
+    if str(error) == CLOSED:
+        return Refusal(503, "the server is shutting down", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
+    body = error_body(error)["error"]
+    return Refusal(status_code(error), body["message"], body["param"], body["code"])

@@ -16,13 +16,12 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer import anthropic_protocol
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
-from nanoinfer.openai_protocol import FieldError, GenerationRequest
-from nanoinfer.openai_protocol.fields import TABLES
+from nanoinfer.protocols.fields import TABLES, FieldError
+from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
+from nanoinfer.server.http import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import escaped
 
@@ -227,7 +226,7 @@ def _num_top(count: int | None, vocab_size: int) -> int:
     return vocab_size if count == WHOLE_VOCABULARY else count or 0
 
 
-_OF_V1 = {*TABLES, *anthropic_protocol.TABLES, "/v1/models"}
+_OF_V1 = {*TABLES, "/v1/models"}
 """Paths that clients may miss whose base URL does not end with /v1."""
 
 

@@ -5,41 +5,34 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 import nanoinfer
-from nanoinfer import anthropic_protocol
-from nanoinfer.openai_protocol.fields import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    RERANK,
-    RESPONSES,
-    SAMPLING_OF,
-    SCORE,
-    TOKENIZE,
-)
-from nanoinfer.openai_protocol.fields import TABLES as OPENAI
+from nanoinfer.protocols.fields import ANTHROPIC, REQUIRED, SAMPLING_OF, TABLES
 from nanoinfer.sampling_params import MAX_LOGPROBS, OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.limits import LOGPROBS
-from nanoinfer.server.service import SHAPES
-from nanoinfer.server.table import RouteSpec
+from nanoinfer.server.service import SHAPES, Service
 from nanoinfer.utils.field_docs import field_docs
 
-TABLES = {**OPENAI, **anthropic_protocol.TABLES}
-REQUIRED = {
-    **anthropic_protocol.REQUIRED,
-    COMPLETIONS: ["prompt"],
-    CHAT: ["messages"],
-    RESPONSES: ["input"],
-    TOKENIZE: [],
-    DETOKENIZE: ["tokens"],
-    EMBEDDINGS: ["input"],
-    RERANK: ["query", "documents"],
-    SCORE: [],
-}
+Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """A route."""
+
+    method: str
+    path: str
+    handler: Handler
+    """The first line of its docstring is the summary in the OpenAPI document."""
+    content_type: str = "application/json"
+    """Of a successful response; empty: there is no body."""
+
+
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _FORMS: dict[str, dict[str, Any]] = {
     "stop": {
@@ -93,7 +86,7 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
 def _operation(
     route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams], max_logprobs: int
 ) -> dict[str, Any]:
-    name = "AnthropicError" if path in anthropic_protocol.TABLES else "Error"
+    name = "AnthropicError" if path in ANTHROPIC else "Error"
     error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
     content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
     if path in SHAPES:

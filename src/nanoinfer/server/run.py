@@ -22,9 +22,8 @@ from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.connections import BoundedServer, uvicorn_options
-from nanoinfer.server.descriptors import with_max_connections
-from nanoinfer.server.errors import Refusal
+from nanoinfer.server.connections import BoundedServer, uvicorn_options, with_max_connections
+from nanoinfer.server.http import Refusal
 from nanoinfer.server.service import names_of
 from nanoinfer.utils.files import escaped, reason
 

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer import anthropic_protocol, openai_protocol
 from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES, FieldError, GenerationRequest, Shape
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.model_info import ModelInfo
+from nanoinfer.protocols import messages, output, responses
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
+from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
 from nanoinfer.server.limits import Quotas, check_logprobs
@@ -25,7 +27,7 @@ from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer.server")
-SHAPES: dict[str, Shape] = {**openai_protocol.SHAPES, anthropic_protocol.MESSAGES: anthropic_protocol.SHAPE}
+SHAPES = {**output.SHAPES, RESPONSES: responses.SHAPE, MESSAGES: messages.SHAPE}
 """Of the routes that generate."""
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat's is the model's max_new_tokens, else the context length."""
@@ -56,7 +58,7 @@ class Service:
             COMPLETIONS: replace(of_model, max_tokens=chosen or MAX_TOKENS),
             **dict.fromkeys((CHAT, RESPONSES), replace(of_model, max_tokens=chosen or of_chats)),
         }
-        measured = roofline.tokens_per_sec(llm.llm.model) if config.measure_roofline else None
+        measured = max_tokens_per_sec(llm.llm.model) if config.measure_roofline else None
         self.roofline_tokens_per_sec = measured
         """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
 
@@ -74,7 +76,7 @@ class Service:
             )
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
-        """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
+        """Read the body of a request to generate. Raises as `requests.parse`, and for an unknown model."""
         check_logprobs(body, self.config)
         request = SHAPES[url].parse(body, self.defaults.get(url, self.defaults[CHAT]))
         self.check_model(request.model)
@@ -132,3 +134,22 @@ def names_of(model: str) -> tuple[str, ...]:
 def new_id() -> str:
     """Return what follows "cmpl-" in the id of a response."""
     return secrets.token_hex(16)
+
+
+def max_tokens_per_sec(model: ModelInfo) -> float | None:
+    """Measure this machine, and return the most tokens/s of one sequence that it allows; None if that is unknown.
+
+    The sequence has half the context length. A measurement takes seconds, and all cores.
+    """
+    from nanoinfer.roofline.arithmetic import decode
+    from nanoinfer.roofline.formats import FORMATS, mixed
+    from nanoinfer.roofline.measure import MEASURE, find_device
+    from nanoinfer.roofline.predict import predict
+
+    name = model.quantization or model.dtype
+    fmt = mixed(model.config, model.block_formats, name) or FORMATS[name]
+    context = max(1, model.config.block_size // 2)
+    try:
+        return 1 / predict(decode(model.config, fmt), find_device(MEASURE, model.device), fmt, 1, context).seconds
+    except NanoinferError:
+        return None

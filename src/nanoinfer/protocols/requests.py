@@ -1,4 +1,4 @@
-"""Read the body of a request to /v1/completions or /v1/chat/completions."""
+"""Read the bodies of requests to /v1/completions, /v1/chat/completions, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol.errors import as_sent
-from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, TEMPLATE, FieldError, check_names
-from nanoinfer.sampling_params import KINDS, RANGES, WHOLE_VOCABULARY, SamplingParams, StructuredOutputsParams
-from nanoinfer.utils.checks import require_bool, require_int, show
+from nanoinfer.protocols.errors import as_sent
+from nanoinfer.protocols.fields import (
+    CHAT,
+    DETOKENIZE,
+    MAX_PROMPTS,
+    SAMPLING,
+    TEMPLATE,
+    TOKENIZE,
+    FieldError,
+    read_fields,
+)
+from nanoinfer.sampling_params import KINDS, WHOLE_VOCABULARY, SamplingParams, StructuredOutputsParams
+from nanoinfer.utils.checks import show
 
-INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
-            "max_completion_tokens", "top_logprobs", "priority", "thinking_token_budget", "dimensions",
-            "top_n"}  # fmt: skip
-"""Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
 _FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 """The types of a response_format, and their further fields."""
-JSON_SCHEMA = ("name", "description", "schema", "strict")
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         FieldError: a field is unknown or not supported; or there is no prompt.
         NanoinferError: a sampling parameter is out of range; its message begins with its name.
     """
-    given = given_fields(url, body)
+    given = read_fields(url, body)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if (structured := _structured_outputs(given.get("response_format"))) is not None:
         sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured[0]}
@@ -100,20 +104,11 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         counts = (params.logprobs, params.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=WHOLE_VOCABULARY if WHOLE_VOCABULARY in counts else max(counts))
     if url == CHAT:
-        if "messages" not in given:
-            raise FieldError("messages is missing: give a list of {'role': ..., 'content': ...}", "messages")
         return GenerationRequest(params, messages=given["messages"], **options)
-    found = prompts("prompt", given.get("prompt"), MAX_PROMPTS)
+    found = prompts("prompt", given["prompt"], MAX_PROMPTS)
     if params.output_token_ids and len(found) > 1:
         raise FieldError(f"output_token_ids continues one output, prompt has {len(found)} items: give one", "prompt")
     return GenerationRequest(params, found, **options)
-
-
-def given_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a body that are given. Raises FieldError if one of them is not of the route."""
-    given = {name: _whole(value) if name in INTEGERS else value for name, value in body.items() if value is not None}
-    check_names(given, url)
-    return given
 
 
 def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None) -> int:
@@ -152,37 +147,31 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
 
 def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:
     """Return the fields of GenerationRequest that are not about sampling."""
-    found: dict[str, Any] = {}
-    for name in ("echo", "stream", "return_token_ids"):
-        found[name] = given.get(name, False)
-        require_bool(name, found[name])
-    found["template"] = template_options(given)
-    if found["stream"] and not streams:
+    stream, of_stream = given.get("stream", False), given.get("stream_options", {})
+    if stream and not streams:
         raise FieldError("stream=True is not supported here: leave it out", "stream")
-    found["model"] = given.get("model")
-    if found["model"] is not None and not isinstance(found["model"], str):
-        raise FieldError(f"model={show(found['model'])} is not a string", "model")
-    return found | queue_options(given) | _stream_options(given.get("stream_options"), found["stream"])
+    if "stream_options" in given and not stream:
+        raise FieldError("stream_options needs stream=true", "stream_options")
+    counts = bool(of_stream.get("include_usage"))
+    return {
+        **{name: given.get(name, False) for name in ("echo", "stream", "return_token_ids")},
+        "template": template_options(given),
+        "model": given.get("model"),
+        **queue_options(given),
+        "include_usage": counts,
+        "continuous_usage": counts and bool(of_stream.get("continuous_usage_stats")),
+    }
 
 
 def queue_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return priority and cache_salt of a request. Raises NanoinferError."""
-    priority = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
-    salt = given.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise FieldError(f"cache_salt={show(salt)} is not a string of one or more characters", "cache_salt")
-    return {"priority": priority, "cache_salt": salt}
+    """Return priority and cache_salt of a request."""
+    return {"priority": given.get("priority", 0), "cache_salt": given.get("cache_salt")}
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of TEMPLATE that are given. Raises NanoinferError."""
-    found = {name: given[name] for name in TEMPLATE if name in given}
-    for name in ("add_generation_prompt", "continue_final_message"):
-        require_bool(name, found.get(name, True))
-    for name, kind, what in (("chat_template_kwargs", dict, "an object"), ("documents", list, "a list")):
-        if not isinstance(found.get(name, kind()), kind):
-            raise FieldError(f"{name}={show(found[name])} is not {what}", name)
-    return found | _tool_choice(found.get("tool_choice"), found.get("tools"))
+    """Return the fields of TEMPLATE that are given. Raises FieldError."""
+    options = {name: given[name] for name in TEMPLATE if name in given}
+    return options | _tool_choice(options.get("tool_choice"), options.get("tools"))
 
 
 def _tool_choice(choice: Any, tools: Any) -> dict[str, Any]:
@@ -213,22 +202,6 @@ def _tool_name(tool: Any) -> Any:
     return function.get("name") if isinstance(function, Mapping) else None
 
 
-def _stream_options(given: Any, stream: bool) -> dict[str, bool]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise FieldError(f"stream_options={show(given)} is not an object", "stream_options")
-    if not stream:
-        raise FieldError("stream_options needs stream=true", "stream_options")
-    known: Mapping[str, Any] = FIELDS["stream_options"].schema["properties"]
-    for name, value in given.items():
-        if name not in known or not isinstance(value, (bool, type(None))):
-            raise FieldError(f"stream_options.{name}={show(value)} is not supported: use {', '.join(known)}",
-                             "stream_options")  # fmt: skip
-    counts = bool(given.get("include_usage"))
-    return {"include_usage": counts, "continuous_usage": counts and bool(given.get("continuous_usage_stats"))}
-
-
 def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:
     if params.num_sequences > params.n:
         raise FieldError(
@@ -244,33 +217,15 @@ def _structured_outputs(response_format: Any) -> tuple[dict[str, Any], str] | No
     """Return the structured_outputs that a response_format stands for, and its field that has them; None for text."""
     if response_format is None:
         return None
-    given = dict(response_format) if isinstance(response_format, Mapping) else {}
-    kind = given.pop("type", None)
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        raise FieldError(
-            f"response_format={show(response_format)} is not supported: give an object whose type is text, json_object"
-            " or json_schema", "response_format",
-        )  # fmt: skip
-    where, holder = "response_format", _known(given, "response_format", *_FORMATS[kind])
-    if kind == "text":
-        return None
-    if kind == "json_object" and "schema" not in holder:
-        return {"json_object": True}, where
-    if kind == "json_schema":
-        where, described = f"{where}.json_schema", given.get("json_schema")
-        holder = _known(described if isinstance(described, Mapping) else {}, where, *JSON_SCHEMA)
-    if not isinstance(schema := holder.get("schema"), Mapping):
-        raise FieldError(f"{where}={show(holder)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
-                         "response_format")  # fmt: skip
-    return {"json": schema}, where
-
-
-def _known(given: Mapping[str, Any], where: str, *names: str) -> dict[str, Any]:
-    """Return what is not null of an object within response_format. Raises FieldError for another name."""
-    found = {name: value for name, value in given.items() if value is not None}
-    if unknown := [name for name in found if name not in names]:
-        raise FieldError(f"{where}: the field {show(unknown[0])} is not supported: leave it out", "response_format")
-    return found
+    kind, where = response_format["type"], "response_format"
+    if others := [name for name in response_format if name != "type" and name not in _FORMATS[kind]]:
+        raise FieldError(f"{where}: the field {show(others[0])} is not supported for {kind}: leave it out", where)
+    if kind != "json_schema":
+        schema = response_format.get("schema")
+        return None if kind == "text" else ({"json_object": True} if schema is None else {"json": schema}, where)
+    if (described := response_format.get(kind)) is None:
+        raise FieldError(f"{where} has no json_schema: give {{'name': ..., 'schema': {{...}}}}", where)
+    return {"json": described["schema"]}, f"{where}.{kind}"
 
 
 def _only_options(structured: Any) -> Mapping[str, Any]:
@@ -288,10 +243,9 @@ def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> 
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
             raise FieldError("max_tokens and max_completion_tokens are both given: give one", "max_completion_tokens")
-        sampling["max_tokens"] = require_int("max_completion_tokens", given["max_completion_tokens"], 1)
+        sampling["max_tokens"] = given["max_completion_tokens"]
     num_top = given.get("top_logprobs")
     if "logprobs" in given:
-        require_bool("logprobs", given["logprobs"])
         sampling["logprobs"] = (num_top or 0) if given["logprobs"] else None
     if num_top not in (None, 0) and not given.get("logprobs"):
         raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
@@ -300,20 +254,48 @@ def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> 
 def prompts(name: str, given: Any, most: int) -> list[dict[str, Any]]:
     """Return the prompts of a field, at most `most`: a string, a list of token ids, or a list of these."""
     items = given if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given) else [given]
-    if given is None or given == [] or len(items) > most:
-        what = "is missing" if given is None else f"has {len(given)} items"
-        raise FieldError(f"{name} {what}: give a string, a list of token ids, or a list of 1 to {most} of these", name)
+    if given == [] or len(items) > most:
+        raise FieldError(
+            f"{name} has {len(given)} items: give a string, a list of token ids, or a list of 1 to {most} of these",
+            name,
+        )
     for item in items:
         if not isinstance(item, (str, list)):
             raise FieldError(f"{name}={show(item)} is neither a text nor a list of token ids", name)
     return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
 
 
-def _whole(value: Any) -> Any:
-    """10.0 -> 10. Other values are left to be checked."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _token_id(key: Any) -> Any:
     """ "50256" -> 50256. Other keys are left for SamplingParams to refuse."""
     return int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """What to tokenize: a text or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    """Not checked yet; None: a prompt is given."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """How to apply the chat template: the fields of TEMPLATE that are given."""
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Read the body of a request to /tokenize. Raises FieldError."""
+    given = read_fields(TOKENIZE, body)
+    if ("prompt" in given) == ("messages" in given):
+        raise FieldError("give one of prompt and messages", "prompt")
+    options = {name: value for name, value in given.items() if name not in TEMPLATE}
+    return TokenizeRequest(**options, template=template_options(given))
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    """Return the model and the token ids of a request to /detokenize. Raises FieldError."""
+    given = read_fields(DETOKENIZE, body)
+    if not all(type(token) is int for token in given["tokens"]):
+        raise FieldError(f"tokens={show(given['tokens'])} is not a list of token ids", "tokens")
+    return given.get("model"), given["tokens"]

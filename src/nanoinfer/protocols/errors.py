@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, with the name of the field."""
+"""Errors in OpenAI's and in Anthropic's shape, with the name of the field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, QueueFull, ResultError, TokensExcluded
-from nanoinfer.openai_protocol.fields import SAMPLING, TABLES, FieldError
+from nanoinfer.protocols.fields import SAMPLING, TABLES, FieldError
 
 
 def status_code(error: NanoinferError) -> int:
@@ -108,3 +108,18 @@ def _param(error: NanoinferError) -> str | None:
             return name
     found = re.match(r"\w+", text)
     return found[0] if found and found[0] in _NAMES else None
+
+
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def anthropic_error(message: str, status: int, request_id: str | None = None) -> dict[str, Any]:
+    """Return an error in Anthropic's shape, whose message has the name of the field.
+
+    Args:
+        message: one line.
+        status: the HTTP status, which determines the type.
+        request_id: of the response's X-Request-Id.
+    """
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -1,17 +1,84 @@
-"""The parts of a chat's message: reasoning, text and calls, each of which begins, grows and ends.
+"""What the routes that generate share: their shapes, the writers of their streams, and the parts of a message.
 
-Chat chunks have only deltas. The events of other routes say where a part begins and ends, too:
+Chat chunks have only deltas. Events of other routes say where a part (reasoning, text or call) begins and ends, too:
 
     [ReasoningDelta("a"), ContentDelta("b")], then the end  ->  begin, grow "a", end; begin, grow "b", end
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, ContentDelta, ReasoningDelta
+from nanoinfer.errors import NanoinferError
+from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, ContentDelta, ReasoningDelta, RequestOutput
+from nanoinfer.protocols.requests import GenerationRequest
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.json_pieces import encode, json_strings
+
+Decode = Callable[[Sequence[int]], str]
+Write = Callable[[Any], Iterable[str]]
+"""Encodes a document."""
+Outputs = Sequence[tuple[int, RequestOutput]]
+"""Pairs of a prompt's index and what was generated for it."""
+
+
+class StreamWriter:
+    """Encodes the server-sent events of one response. The routes' classes have `events`, `end` and `error`.
+
+    Args:
+        request: of the stream.
+        request_id, model, created, decode: as for `response_body`.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
+    ) -> None:
+        raise NotImplementedError
+
+    def events(self, found: Outputs, write: Write) -> Iterator[str]:
+        """Yield the events of new outputs. Raises ResultError: a log-probability is not finite."""
+        raise NotImplementedError
+
+    def num_values(self, found: Outputs) -> int:
+        """Return about how many numbers and strings the events of new outputs have; 0 if a token has few."""
+        return 0
+
+    def write(self, found: Outputs) -> bytes:
+        """Return the events of new outputs. Raises as `events`."""
+        return event_bytes(self.events(found, lambda document: (encode(document),)))
+
+    def strings(self, found: Outputs) -> Iterator[str]:
+        """Yield the events of new outputs, which are large, in short strings. Raises as `events`."""
+        return self.events(found, json_strings)
+
+    def end(self) -> bytes:
+        """Return the events after those of the last outputs."""
+        return b""
+
+    def error(self, error: NanoinferError) -> bytes:
+        """Return the last event of a stream that has failed. Args: error: from `Shape.as_sent`."""
+        raise NotImplementedError
+
+
+def event_bytes(strings: Iterable[str]) -> bytes:
+    """Return events in UTF-8. Half a surrogate pair becomes an escape."""
+    return "".join(strings).encode(errors="backslashreplace")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the requests and responses of a route that generates are written."""
+
+    parse: Callable[[Mapping[str, Any], SamplingParams], GenerationRequest]
+    """Reads the body of a request; the second argument has the parameters that it does not have. Raises as `parse`."""
+    body: Callable[..., dict[str, Any]]
+    """Returns the body of a whole response, with the arguments of `response_body`."""
+    writer: type[StreamWriter]
+    as_sent: Callable[[NanoinferError, GenerationRequest], NanoinferError]
+    """Returns an error of a parsed request with the names of the fields that the client has sent."""
+
 
 Verb = Literal["begin", "grow", "end"]
 Kind = Literal["reasoning", "text", "call"]

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE, FieldError
-from nanoinfer.openai_protocol.requests import given_fields, prompts, queue_options
 from nanoinfer.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from nanoinfer.pooling_params import PoolingParams
-from nanoinfer.utils.checks import require_bool, require_int, show
+from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE, FieldError, read_fields
+from nanoinfer.protocols.requests import prompts, queue_options
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.json_pieces import Items, Text
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
@@ -56,13 +56,12 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
         FieldError: a field is unknown, missing, or has a bad value.
         NanoinferError: a parameter is out of range; its message begins with its name.
     """
-    given = given_fields(url, body)
+    given = read_fields(url, body)
     params = PoolingParams(**{name: given[name] for name in _PARAMS if name in given})
     common = {"model": given.get("model"), **queue_options(given)}
     if url == EMBEDDINGS:
-        if (encoding := given.get("encoding_format", "float")) not in ("float", "base64"):
-            raise FieldError(f"encoding_format={show(encoding)} is neither float nor base64", "encoding_format")
-        return PoolingRequest(url, params, _inputs(given.get("input")), base64=encoding == "base64", **common)
+        as_base64 = given.get("encoding_format") == "base64"
+        return PoolingRequest(url, params, _inputs(given["input"]), base64=as_base64, **common)
     if url == SCORE:
         queries, documents = _one_of(given, _QUERIES), _one_of(given, _DOCUMENTS)
         if len(queries) not in (1, len(documents)):
@@ -70,15 +69,11 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
                 f"{len(queries)} queries, but {len(documents)} documents: give one query, or one for each", "queries"
             )
         return PoolingRequest(url, params, queries, documents, **common)
-    if not isinstance(query := given.get("query"), str):
-        raise FieldError(f"query={show(query)} is not a string", "query")
-    shows, top_n = given.get("return_documents", True), require_int("top_n", given.get("top_n", 0), 0)
-    require_bool("return_documents", shows)
-    items: Any = given.get("documents")
-    if isinstance(items, list):
-        items = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
-    common |= {"top_n": top_n, "return_documents": shows}
-    return PoolingRequest(url, params, [query], _texts(items, "documents"), **common)
+    documents = [
+        item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in given["documents"]
+    ]
+    common |= {name: given[name] for name in ("top_n", "return_documents") if name in given}
+    return PoolingRequest(url, params, [given["query"]], _texts(documents, "documents"), **common)
 
 
 def _inputs(given: Any) -> list[dict[str, Any]]:

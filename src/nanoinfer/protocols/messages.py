@@ -1,4 +1,4 @@
-"""Translate a request in Anthropic's shape to one to /v1/chat/completions.
+"""/v1/messages, in Anthropic's shape: requests become the bodies of chats; responses are whole, or events.
 
 {"system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "model": "m"}
 ->  {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, ...], "max_tokens": 5, ...}
@@ -10,17 +10,20 @@ Anthropic's servers run: agents send it in each request, and work without it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from nanoinfer.anthropic_protocol.fields import MESSAGES, REQUIRED, TABLES
-from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError
-from nanoinfer.openai_protocol import CHAT, FieldError, GenerationRequest, as_sent, parse, renamed
-from nanoinfer.openai_protocol.fields import check_names
+from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, text_instead_of
+from nanoinfer.outputs import CompletionOutput, RequestOutput, ToolCall
+from nanoinfer.protocols.errors import anthropic_error, as_sent, renamed, status_code
+from nanoinfer.protocols.fields import CHAT, MESSAGES, FieldError, read_fields
+from nanoinfer.protocols.requests import GenerationRequest, parse
+from nanoinfer.protocols.shared import Outputs, Part, Parts, Shape, StreamWriter, Write, parts_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.utils.json_pieces import Json, encode
 
 _BLOCKS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}
 """The types of blocks that the messages of a role have."""
@@ -96,10 +99,7 @@ def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     Raises:
         FieldError: a field, or something in it, is unknown, missing or not supported.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    check_names(given, url, TABLES[url])
-    if missing := [name for name in REQUIRED[url] if name not in given]:
-        raise FieldError(f"{missing[0]} is missing: {url} needs {', '.join(REQUIRED[url])}", missing[0])
+    given = read_fields(url, body)
     made = {name: given[name] for name in _SAME if name in given}
     made["messages"] = _conversation(given.get("system"), given["messages"], left_out)
     if made["messages"] and made["messages"][-1]["role"] == "assistant":  # else all blocks are left out
@@ -107,10 +107,11 @@ def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, 
             raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
         made |= {"continue_final_message": True, "add_generation_prompt": False}
     if "stop_sequences" in given:
-        made["stop"] = _a(list, given["stop_sequences"], "stop_sequences", "a list of strings")
+        made["stop"] = given["stop_sequences"]
     if "tools" in given:
-        tools = _a(list, given["tools"], "tools", "a list")
-        made["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
+        made["tools"] = [
+            tool for i, item in enumerate(given["tools"]) if (tool := _tool(item, f"tools[{i}]", left_out))
+        ]
     if "tool_choice" in given:
         made |= _tool_choice(given["tool_choice"], made.get("tools", ()))
     if "thinking" in given:
@@ -142,7 +143,7 @@ def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _conversation(system: Any, messages: Any, left_out: set[str]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Those of the same role in succession are one, as Anthropic has it."""
-    if not isinstance(messages, list) or not messages:
+    if not messages:
         raise _error(f"messages={show(messages)} is not a list of one or more {{'role': ..., 'content': ...}}")
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     blocks = [] if system is None else _blocks(system, "system", "system", left_out)
@@ -184,7 +185,7 @@ def _block(item: Any, where: str, of: str, kinds: tuple[str, ...], left_out: set
         reason = ", which only Anthropic can read," if kind == "redacted_thinking" else ""
         raise _error(f"{where}.type={show(kind)}{reason} is not supported for {of}: use {', '.join(kinds)}")
     if kind in ("image", "document"):
-        return {"type": "text", "text": f"[{kind}: left out, because this model reads text only]"}
+        return {"type": "text", "text": text_instead_of(kind)}
     required, optional = _REQUIRED[kind], _OPTIONAL.get(kind, {})
     found = _object(item, where, ("type", "cache_control", *required, *optional))
     found.pop("cache_control", None)
@@ -266,15 +267,123 @@ def _thinking(value: Any) -> dict[str, Any]:
     return made if budget is None else {**made, "thinking_token_budget": budget}
 
 
-def _output(config: Any, older: Any) -> dict[str, Any]:
-    given = _object(config, "output_config", ("effort", "format"))
-    if older is not None and "format" in given:
+def _output(config: Mapping[str, Any], older: Any) -> dict[str, Any]:
+    if older is not None and "format" in config:
         raise _error("output_config.format and output_format are both given: give one")
-    made = {} if "effort" not in given else {"reasoning_effort": given["effort"]}
-    form = given.get("format", older)
-    if form is None:
-        return made
-    found = _object(form, "output_config.format", ("type", "schema"))
-    if found.get("type") != "json_schema" or not isinstance(found.get("schema"), dict):
-        raise _error(f"output_config.format={show(form)} is not {{'type': 'json_schema', 'schema': {{...}}}}")
-    return {**made, "response_format": {"type": "json_schema", "json_schema": {"schema": found["schema"]}}}
+    fields = {"reasoning_effort": config["effort"]} if "effort" in config else {}
+    if (form := config.get("format", older)) is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    return fields
+
+
+# Responses -----------------------------------------------------------------------------------------------
+
+_GROWS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+          "call": ("input_json_delta", "partial_json")}  # fmt: skip
+"""The type of an event, and its field with the new text, by the kind of the part."""
+
+
+def message_body(
+    request: GenerationRequest, outputs: Sequence[RequestOutput], *, request_id: str, model: str, **_: Any
+) -> dict[str, Any]:
+    """Return the body of a successful response, for `json_strings`. Args as for `response_body`.
+
+    A call that was cut off is left out: its input is not an object.
+    """
+    (o,) = outputs[0].outputs
+    parts = [part for part in parts_of(o) if part.kind != "call" or ToolCall("", "", part.text).is_complete]
+    stop = _stop(request, o, len(o.token_ids), any(part.kind == "call" for part in parts))
+    used = _usage(len(outputs[0].prompt_token_ids), len(o.token_ids), o.num_reasoning_tokens)
+    return _message(request_id, model, tuple(_block_of(part, part.text) for part in parts), stop, used)
+
+
+class EventWriter(StreamWriter):
+    """Encodes the events of one response. Args as for `StreamWriter`."""
+
+    def __init__(self, request: GenerationRequest, *, request_id: str, model: str, **_: Any) -> None:
+        self._request, self._id, self._model = request, request_id, model
+        self._parts = Parts()
+        self._num_prompt: int | None = None  # of the first output
+        self._num_output = 0
+
+    def events(self, found: Outputs, write: Write) -> Iterator[str]:
+        """Yield the events of new outputs."""
+        for _, output in found:
+            if self._num_prompt is None:
+                self._num_prompt = len(output.prompt_token_ids)
+                message = _message(self._id, self._model, (), _NOT_STOPPED, _usage(self._num_prompt, 0, None))
+                yield _event("message_start", f'"message":{encode(message)}')
+            for o in output.outputs:
+                self._num_output += len(o.token_ids)
+                for verb, part, text in self._parts.read(o):
+                    yield _part_event(verb, part, text)
+                if o.finish_reason is not None:
+                    yield self._last(o, self._num_prompt)
+
+    def _last(self, o: CompletionOutput, num_prompt: int) -> str:
+        calls = any(part.kind == "call" for part in self._parts.parts)
+        stop = _stop(self._request, o, self._num_output, calls)
+        used = _usage(num_prompt, self._num_output, o.num_reasoning_tokens)
+        return _event("message_delta", f'"delta":{encode(stop)},"usage":{encode(used)}')
+
+    def end(self) -> bytes:
+        """Return the last event."""
+        return b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def error(self, error: NanoinferError) -> bytes:
+        """Return the last event of a stream that has failed."""
+        return f"event: error\ndata: {encode(anthropic_error(str(error), status_code(error)))}\n\n".encode()
+
+
+SHAPE = Shape(parse_messages, message_body, EventWriter, messages_error)
+"""Of /v1/messages."""
+_NOT_STOPPED = {"stop_reason": None, "stop_sequence": None}
+
+
+def _message(request_id: str, model: str, content: Any, stop: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
+    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+    return {**head, "content": content, **stop, "usage": used}
+
+
+def _stop(request: GenerationRequest, o: CompletionOutput, num_output: int, calls: bool) -> dict[str, Any]:
+    """Return why an output has ended. Args: num_output: its tokens. calls: whether it has some."""
+    if o.finish_reason == "stop" and isinstance(o.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": o.stop_reason}
+    reason = "tool_use" if calls else "end_turn"
+    if o.finish_reason != "stop":
+        limit = request.params.max_tokens
+        reason = "max_tokens" if limit is not None and num_output >= limit else "model_context_window_exceeded"
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(num_prompt: int, num_output: int, num_reasoning: int | None) -> dict[str, Any]:
+    """Return the token counts. Those of the prompt that were in the KV cache are not counted apart."""
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    found = {"input_tokens": num_prompt, **cached, "output_tokens": num_output}
+    details = {"output_tokens_details": {"thinking_tokens": num_reasoning}}
+    return found if num_reasoning is None else {**found, **details}
+
+
+def _block_of(part: Part, text: str) -> dict[str, Any]:
+    """Return the block of a part with its text, or with none at its beginning."""
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": Json(text) if text else {}}
+
+
+def _part_event(verb: str, part: Part, text: str) -> str:
+    if verb == "grow":
+        kind, name = _GROWS[part.kind]
+        return _event(
+            "content_block_delta", f'"index":{part.index},"delta":{{"type":"{kind}","{name}":{encode(text)}}}'
+        )
+    if verb == "begin":
+        return _event("content_block_start", f'"index":{part.index},"content_block":{encode(_block_of(part, ""))}')
+    return _event("content_block_stop", f'"index":{part.index}')
+
+
+def _event(name: str, fields: str) -> str:
+    """Return an event. Args: fields: JSON without braces."""
+    return f'event: {name}\ndata: {{"type":"{name}",{fields}}}\n\n'
