@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import RANGES, SamplingParams
+from nanoinfer.sampling_params import MAX_LOGPROBS, RANGES, WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -150,7 +150,7 @@ _TEMPLATE = {
 TEMPLATE = tuple(_TEMPLATE)
 """Fields of a chat that are options of `LLM.chat`: how to apply the chat template, and what answers may be."""
 _MESSAGES = Field(_list(_OBJECT, minItems=1), "The conversation: a role and a content each.")
-_TOP_LOGPROBS = _from(-1)
+_TOP_LOGPROBS = {**_from(WHOLE_VOCABULARY), "maximum": MAX_LOGPROBS}
 
 STORED = ("background", "conversation", "previous_response_id", "prompt")
 """Fields of /v1/responses that need a server which stores something."""

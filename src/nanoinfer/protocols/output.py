@@ -346,10 +346,9 @@ class ChunkWriter(StreamWriter):
                         yield self._plain(index, '""', '"length"')
                     continue
                 self._num_output += len(o.token_ids)
-                if o.message_deltas is not None:
-                    yield from self._message(index, o, o.message_deltas, write)
-                elif o.logprobs is not None:
-                    yield from self._chunk(self._details(index, o, o.logprobs), write)
+                if o.message_deltas is not None or o.logprobs is not None:
+                    for choice in self._choices(index, o):
+                        yield from self._chunk(choice, write)
                 elif o.text or o.finish_reason or request.return_token_ids:
                     # else a part of a character, or of what may become a stop string
                     text = f'{{"content":{encode(o.text)}}}' if request.chat else encode(o.text)
@@ -387,38 +386,35 @@ class ChunkWriter(StreamWriter):
             yield from self._chunk({"index": index, **choice}, write, ids if request.chat else None)
             self._offsets[index] = offset
 
-    def _details(self, index: int, o: CompletionOutput, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
-        """Return the choice of an output with its log-probabilities, and its tokens if they were asked for."""
+    def _choices(self, index: int, o: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """Yield the choices of an output's chunks: of a message one for each delta, and one for its end."""
+        request, deltas = self._request, o.message_deltas
+        texts: list[Any] = [{"content": o.text} if request.chat else o.text]
+        if deltas is not None:
+            texts = [_delta_fields(delta) for delta in deltas]
+            if o.finish_reason is not None or (not texts and (request.return_token_ids or o.logprobs is not None)):
+                texts.append({})
+            if o.num_reasoning_tokens is not None:
+                self._num_reasoning = (self._num_reasoning or 0) + o.num_reasoning_tokens
+        for i, text in enumerate(texts):
+            choice = {"index": index, self._name: text, "logprobs": None, "finish_reason": None}
+            if i == 0 and o.logprobs is not None:
+                choice["logprobs"] = self._logprobs(index, o.logprobs)
+            if i == len(texts) - 1:
+                choice["finish_reason"] = finish_reason_of(o)
+                if request.return_token_ids:  # a client that has a token has all text that it releases
+                    choice |= token_fields(o)
+            yield choice
+
+    def _logprobs(self, index: int, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Items]:
         request, top = self._request, num_top(self._request.params.logprobs, steps)
         if request.chat:
-            logprobs = chat_logprobs(steps, top)
-        else:
-            if (offset := self._offsets.get(index)) is None:  # it follows those of the tokens before
-                offset = num_chars(request.params.output_token_ids, self._decode)
-            logprobs = completion_logprobs(steps, top, lambda: offset)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
-        text: Any = {"content": o.text} if request.chat else o.text
-        choice = {"index": index, self._name: text, "logprobs": logprobs, "finish_reason": o.finish_reason}
-        return choice | token_fields(o) if request.return_token_ids else choice
-
-    def _message(self, index: int, o: CompletionOutput, deltas: Sequence[AnswerDelta], write: Write) -> Iterator[str]:
-        """Yield the chunks of an output that has reasoning or calls: one for each delta, and one for its end."""
-        parts = [_delta_fields(delta) for delta in deltas]
-        details = self._request.return_token_ids or o.logprobs is not None
-        if o.finish_reason is not None or (details and not parts):
-            parts.append({})
-        if o.num_reasoning_tokens is not None:
-            self._num_reasoning = (self._num_reasoning or 0) + o.num_reasoning_tokens
-        finish_reason = finish_reason_of(o)
-        for i, part in enumerate(parts):
-            choice = {"index": index, "delta": part, "logprobs": None, "finish_reason": None}
-            if i == 0 and o.logprobs is not None:
-                choice["logprobs"] = chat_logprobs(o.logprobs, self._request.params.logprobs or 0)
-            if i == len(parts) - 1:
-                choice["finish_reason"] = finish_reason
-                if self._request.return_token_ids:  # a client that has a token has all text that it releases
-                    choice |= token_fields(o)
-            yield from self._chunk(choice, write)
+            return chat_logprobs(steps, top)
+        if (offset := self._offsets.get(index)) is None:  # it follows those of the tokens before
+            offset = num_chars(request.params.output_token_ids, self._decode)
+        logprobs = completion_logprobs(steps, top, lambda: offset)
+        self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
+        return logprobs
 
     def _chunk(self, choice: Mapping[str, Any], write: Write, ids: Items | None = None) -> Iterator[str]:
         """Yield a chunk: its choice, and the tokens of a chat's prompt."""

@@ -19,15 +19,15 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.server.http import unexpected
+from nanoinfer.server.http import SentResponse, unexpected
 from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
@@ -124,24 +124,14 @@ class LogRequests:
         started, request_id = time.perf_counter(), _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        status, complete = 0, False
-
-        def send_with_id(message: Message) -> Awaitable[None]:  # runs for each token: no coroutine of its own
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                added = [(b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff")]
-                message = {**message, "headers": [*message.get("headers", []), *added]}
-            elif not message.get("more_body", False):
-                complete = True
-            return send(message)
-
+        added = ((b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff"))
+        response = SentResponse(send, added)
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, receive, response)
         except Exception as e:
-            if status:
+            if response.status:
                 raise  # uvicorn ends the connection
-            await unexpected(e, scope).send(send_with_id, scope)
+            await unexpected(e, scope).send(response, scope)
         finally:
             entry = {
                 "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -149,12 +139,12 @@ class LogRequests:
                 "client": (scope.get("client") or ("",))[0],
                 "method": scope["method"][:16],
                 "path": scope["path"][:_MAX_PATH_CHARS],
-                "status": status,
+                "status": response.status,
                 "duration_sec": round(time.perf_counter() - started, 6),
             }
             if (tokens := state.get("num_tokens")) is not None:
                 entry["prompt_tokens"], entry["completion_tokens"] = tokens
-            if not complete:
+            if not response.is_complete:
                 entry["complete"] = False
             self._record(entry)
 

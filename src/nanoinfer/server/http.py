@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.protocols.errors import anthropic_error, error_body, error_object, status_code
-from nanoinfer.protocols.fields import ANTHROPIC
-from nanoinfer.utils.files import decode_utf8, parse_json
+from nanoinfer.protocols.fields import ANTHROPIC, TABLES
+from nanoinfer.utils.files import decode_utf8, escaped, parse_json
 from nanoinfer.utils.json_pieces import json_bytes, json_pieces, json_strings
 from nanoinfer.utils.workers import Workers
 
@@ -122,6 +123,32 @@ def _check_json(body: bytes) -> None:
             raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 
 
+class SentResponse:
+    """Passes a response on, and records what was sent. It runs for each token: no coroutine of its own.
+
+    Args:
+        send: of the request.
+        headers: added to those of the response.
+    """
+
+    def __init__(self, send: Send, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self._send, self._headers = send, [*headers]
+        self.status = 0
+        """Of the response; 0: it has not begun."""
+        self.is_stream = self.is_complete = False
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        """Send a message."""
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), *self._headers]
+            message = {**message, "headers": headers}
+            types = [value for name, value in headers if name.lower() == b"content-type"]
+            self.status, self.is_stream = message["status"], any(t.startswith(b"text/event-stream") for t in types)
+        elif not message.get("more_body", False):
+            self.is_complete = True
+        return self._send(message)
+
+
 async def respond(
     send: Send,
     body: bytes,
@@ -144,6 +171,8 @@ async def respond_json(send: Send, document: Any, status: int = 200) -> None:
 log = logging.getLogger("nanoinfer.server")
 
 RETRY_AFTER_SEC = 1
+_OF_V1 = {*TABLES, "/v1/models"}
+"""Paths that clients may miss whose base URL does not end with /v1."""
 
 
 @dataclass(frozen=True)
@@ -196,13 +225,8 @@ def headers_too_large(limit: int) -> Refusal:
     return Refusal(431, f"the request's line and headers have more than max_header_bytes={limit} bytes: send less")
 
 
-def internal_error() -> Refusal:
-    """Return the response to a request that has failed unexpectedly. The response does not expose the exception."""
-    return Refusal(500, "internal error: the server's log has the reason under this response's X-Request-Id")
-
-
 def unexpected(error: Exception, scope: Scope) -> Refusal:
-    """Log an exception on one line, without its message, which may contain a prompt; return the response to it."""
+    """Log an exception on one line, without its message, which may contain a prompt. The response has neither."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -214,15 +238,20 @@ def unexpected(error: Exception, scope: Scope) -> Refusal:
         where,
         exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
     )
-    return internal_error()
+    return Refusal(500, "internal error: the server's log has the reason under this response's X-Request-Id")
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """Return the response to a request for which an exception was raised."""
+def refusal_of(error: Exception, scope: Scope) -> Refusal:
+    """Return the response to a request for which an exception was raised. Logs one that is not expected."""
+    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
+        message = f"{scope['method']} {escaped(scope['path'])}: {error.detail}"
+        if (path := f"/v1{scope['path']}") in _OF_V1:
+            message += f": the path is {path}"
+        return Refusal(error.status_code, message, headers=tuple((error.headers or {}).items()))
     if isinstance(error, QueueFull):
         return too_many(str(error))
     if not isinstance(error, NanoinferError):
-        return internal_error()
+        return unexpected(error, scope)
     if str(error) == CLOSED:
         return Refusal(503, "the server is shutting down", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
     body = error_body(error)["error"]

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
-from nanoinfer.protocols.fields import TABLES, FieldError
+from nanoinfer.protocols.fields import FieldError
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.http import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
+from nanoinfer.server.http import Refusal, SentResponse, headers_too_large, refusal_of, too_many
 from nanoinfer.utils.checks import require_int
-from nanoinfer.utils.files import escaped
 
 LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 """Fields with numbers of log-probabilities, which max_logprobs limits."""
@@ -226,10 +224,6 @@ def _num_top(count: int | None, vocab_size: int) -> int:
     return vocab_size if count == WHOLE_VOCABULARY else count or 0
 
 
-_OF_V1 = {*TABLES, "/v1/models"}
-"""Paths that clients may miss whose base URL does not end with /v1."""
-
-
 # The middleware ------------------------------------------------------------------------------------------
 
 
@@ -295,7 +289,7 @@ class BoundRequests:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Call the application until it ends, the client disconnects, or the time is over."""
-        response = _Response(send, scope)
+        response = SentResponse(send)
         failure: Refusal | None = None
         bodies = [body]
         del body  # the application's, which need not keep it
@@ -306,61 +300,34 @@ class BoundRequests:
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
         async with anyio.create_task_group() as group:
-            group.start_soon(response.watch, receive, group.cancel_scope.cancel)
+            group.start_soon(_watch, receive, response, group.cancel_scope.cancel)
             seconds = self.config.request_timeout_sec
             with anyio.move_on_after(seconds) as time_limit:
                 try:
-                    await self.app(scope, receive_body, response.send)
+                    await self.app(scope, receive_body, response)
                 except Exception as e:
-                    failure = _note(e, scope)
+                    failure = refusal_of(e, scope)
             if time_limit.cancelled_caught:
                 message = f"the request was ended after request_timeout_sec={seconds:g} seconds: lower max_tokens"
                 failure = Refusal(504, message, headers=(("x-should-retry", "false"),))
             group.cancel_scope.cancel()
         if failure is not None:
-            await response.fail(failure)
+            await _fail(failure, response, scope)
 
 
-def _note(error: Exception, scope: Scope) -> Refusal:
-    """Return the response to an exception of the application."""
-    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
-        headers = tuple((error.headers or {}).items())
-        message = f"{scope['method']} {escaped(scope['path'])}: {error.detail}"
-        if (path := f"/v1{scope['path']}") in _OF_V1:
-            message += f": the path is {path}"
-        return Refusal(error.status_code, message, headers=headers)
-    refusal = refusal_of(error)
-    return unexpected(error, scope) if refusal == internal_error() else refusal
+async def _watch(receive: Receive, response: SentResponse, cancel: Callable[[], object]) -> None:
+    """Call `cancel` if the client disconnects before the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not response.is_complete:
+        cancel()
 
 
-class _Response:
-    """Passes a response on, and records whether it has started, is a stream, and is complete."""
-
-    def __init__(self, send: Callable[[Message], Awaitable[None]], scope: Scope) -> None:
-        self._send, self._scope = send, scope
-        self._started = self._is_stream = self._complete = False
-
-    def send(self, message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start":
-            self._started = True
-            types = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
-            self._is_stream = any(value.startswith(b"text/event-stream") for value in types)
-        elif not message.get("more_body", False):
-            self._complete = True
-        return self._send(message)
-
-    async def watch(self, receive: Receive, cancel: Callable[[], object]) -> None:
-        """Call `cancel` if the client disconnects before the response is complete."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not self._complete:
-            cancel()
-
-    async def fail(self, failure: Refusal) -> None:
-        """Send an error: as the response, or as the last event of a stream. Other responses are cut off."""
-        if not self._started:
-            await failure.send(self._send, self._scope)
-        elif not self._complete:
-            if not self._is_stream:
-                raise ConnectionAbortedError("a response has failed after its status was sent")
-            await self._send({"type": "http.response.body", "body": failure.event(self._scope)})
+async def _fail(failure: Refusal, response: SentResponse, scope: Scope) -> None:
+    """Send an error: as the response, or as the last event of a stream. Other responses are cut off."""
+    if not response.status:
+        await failure.send(response, scope)
+    elif not response.is_complete:
+        if not response.is_stream:
+            raise ConnectionAbortedError("a response has failed after its status was sent")
+        await response({"type": "http.response.body", "body": failure.event(scope)})

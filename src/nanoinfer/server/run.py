@@ -9,13 +9,13 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 import anyio
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, printable
@@ -23,7 +23,7 @@ from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import BoundedServer, uvicorn_options, with_max_connections
-from nanoinfer.server.http import Refusal
+from nanoinfer.server.http import Refusal, SentResponse
 from nanoinfer.server.service import names_of
 from nanoinfer.utils.files import escaped, reason
 
@@ -148,20 +148,14 @@ class _Server(BoundedServer):
         """Return an application that answers 503 to the requests that the shutdown's time limit has cancelled."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            started = False
-
-            def watched(message: Message) -> Awaitable[None]:
-                nonlocal started
-                started = True
-                return send(message)
-
+            response = SentResponse(send)
             try:
-                await app(scope, receive, watched)
+                await app(scope, receive, response)
             except asyncio.CancelledError:
                 if not self.should_exit:
                     raise
                 self.num_cut += 1
-                if not started:
+                if not response.status:
                     await Refusal(503, "the server has been shut down").send(send, scope)
 
         return answer
