@@ -240,6 +240,7 @@ def test_forced_instruction_set(tiny_folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_build_for_another_cpu_says_how_to_build_for_this_one(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(_native, "fastest_isa", lambda: "scalar")
     LLM(str(tiny_folder), engine="native")
     assert caplog.messages == []
     monkeypatch.setattr(_native, "fastest_isa", lambda: "avx1024")
