@@ -101,7 +101,7 @@ def test_hostile_options(
         raise app.NanoinferError(f"model {name[:50]!r} is not on the Hub")
 
     monkeypatch.setattr(hub, "find", offline)
-    monkeypatch.setattr("nanoinfer.cli.bench.run", lambda plan, command: ([], False))  # measuring takes seconds
+    monkeypatch.setattr("nanoinfer.cli.measure.run_plan", lambda plan, command: ([], False))  # measuring takes seconds
     monkeypatch.setattr("nanoinfer.server.run.serve", lambda llm, config, bound: llm.shutdown())
     monkeypatch.setattr("nanoinfer.cluster.serve.serve", lambda *_: None)  # --idle-unload 1e9 would serve for ever
     mine = PAIRS[group::SHARED]

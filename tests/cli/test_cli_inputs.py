@@ -140,7 +140,7 @@ def test_json_has_no_name_for_nan() -> None:
 def test_a_roofline_or_profile_or_bench_that_is_not_finite_fails(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("nanoinfer.cli.roofline.answer", lambda model, question, device: {"step_sec": float("inf")})
+    monkeypatch.setattr("nanoinfer.cli.measure.answer", lambda model, question, device: {"step_sec": float("inf")})
     for flags in ((), ("--json",)):
         code, out, err = run("roofline", "gpt2", "--device", "t4", *flags)
         assert (code, out) == (1, "")

@@ -18,7 +18,7 @@ import torch
 from helpers.environment import ROOT
 from helpers.models import TINY, edit_config, make_model
 from nanoinfer.cli import main
-from nanoinfer.cli.roofline import si
+from nanoinfer.cli.measure import si
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS

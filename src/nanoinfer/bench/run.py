@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
 from nanoinfer.utils.checks import require_choice, require_float, require_int
-from nanoinfer.utils.files import write_atomically
+from nanoinfer.utils.files import require_writable, write_atomically
 from nanoinfer.utils.progress import ProgressBar
 
 CUSTOM = "custom"
@@ -127,7 +126,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     """
     done, interrupted = [files.read(path) for path in plan.load], False
     if plan.report is not None:
-        _check_writable(plan.report)
+        require_writable(plan.report)
     if not plan.load:
         interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
     if plan.report is not None and (with_rows := [r for r in done if r.rows]):
@@ -186,7 +185,7 @@ def _jobs(plan: Plan, engines: list[str], device: str) -> list[tuple[str, list[C
         require_choice("engine", name, (*ENGINES, *PEERS))
     jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
     if path := plan.output or plan.resume:
-        _check_writable(path.parent, path.name)
+        require_writable(path.parent, path.name)
     return jobs
 
 
@@ -249,16 +248,3 @@ def _measure_suite(
         with ProgressBar(results.suite) as bar:
             harness = Harness(folders.folder(same), find_shape(model), ceiling, options, bar, pythons=plan.pythons)
             harness.run(same, keep, cases)
-
-
-def _check_writable(folder: Path, name: str | None = None) -> None:
-    """Fail before anything is measured, if a folder, or a file of this name in it, cannot be written."""
-    path = folder / (name or "")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name or ''}."):  # not one without a name
-            pass
-        if name is not None and path.exists() and not path.is_file():
-            raise IsADirectoryError(0, "it is a folder or a device")
-    except OSError as e:
-        raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None

@@ -1,4 +1,4 @@
-"""The command line: one entry point, one file per sub-command.
+"""The command line: one entry point, and sub-commands in files by topic.
 
 Results go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 done but something failed (reported
 in one line), 2 bad input or something this machine cannot do, 130 interrupted.
@@ -6,9 +6,15 @@ in one line), 2 bad input or something this machine cannot do, 130 interrupted.
 
 from __future__ import annotations
 
+import atexit
+import signal
 import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
-from nanoinfer.cli.interrupts import Interrupts
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 
 def main() -> None:
@@ -26,3 +32,41 @@ def main() -> None:
             raise
         code = 130
     sys.exit(code)
+
+
+class Interrupts:
+    """A context that records Ctrl-C, and raises it again where imports and destructors of other packages suppress it.
+
+    NumPy's import inside torch's is an example: torch catches what it raises and goes on, and NumPy cannot be imported
+    a second time. In a destructor or a weak reference's callback Python prints the interrupt and discards it.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        """Whether Ctrl-C was pressed: an exception that follows is its consequence."""
+
+    def __enter__(self) -> Interrupts:
+        self._handler, self._hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+        if self._handler is signal.default_int_handler:  # not where the shell has it ignored (nohup)
+            signal.signal(signal.SIGINT, self._interrupt)
+            sys.unraisablehook = self._unraisable
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # while Python shuts down: no traceback
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        sys.unraisablehook = self._hook
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _unraisable(self, args: UnraisableHookArgs) -> None:
+        if issubclass(args.exc_type, KeyboardInterrupt):
+            # Later: raised here, it would be discarded too. A signal to the main thread also ends a call that waits.
+            main_thread = threading.main_thread().ident
+            again = threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            self._hook(args)

@@ -29,10 +29,10 @@ COMMANDS = {
     "export": ("convert:export", "Write a model as a GGUF file, which llama.cpp loads."),
     "models": ("lists:models", "List the built-in models and those in the Hub's cache, and whether they run here."),
     "engines": ("lists:engines", "List the engines and what each supports on this machine."),
-    "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),
-    "bench": ("bench:bench", "Measure engines and peers, next to the limits of the hardware."),
-    "profile": ("profile:profile", "Print the time of each part of the model and of each operator."),
-    "roofline": ("roofline:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
+    "eval": ("measure:evaluate", "Print the perplexity of a text file, and bits per character."),
+    "bench": ("measure:bench", "Measure engines and peers, next to the limits of the hardware."),
+    "profile": ("measure:profile", "Print the time of each part of the model and of each operator."),
+    "roofline": ("measure:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
     "train": ("train:train", "Train a model, a draft model or a draft head."),
 }
 COMPLETE = "_NANOINFER_COMPLETE"  # variable in which a shell asks for completions

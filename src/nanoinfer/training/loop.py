@@ -39,6 +39,7 @@ from nanoinfer.training.run import (
 )  # fmt: skip
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.training.train_draft_head import HeadRun, new_head
+from nanoinfer.utils.files import require_writable
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         check_digest(saved, "target", digests["target"], "another target")
     if saved is not None:
         restore(run, saved)
-    check_writable(out)
+    require_writable(out)
     if target is not None:
         if config.distill is not None:
             source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
@@ -252,14 +253,3 @@ def validate(run: TrainRun) -> float:
         total += run.loss(x, y).item() * x.numel()
         count += x.numel()
     return total / count
-
-
-def check_writable(out: Path) -> None:
-    """Raise NanoinferError before the first step if the output folder cannot be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".write_probe.tmp"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as e:
-        raise NanoinferError(f"out={out} cannot be written: {e.strerror}: choose another folder") from None

@@ -224,6 +224,21 @@ def check_replaceable(path: Path) -> None:
         raise OSError(errno.EEXIST, "it is a pipe or a device")
 
 
+def require_writable(folder: Path, name: str | None = None) -> None:
+    """Create a folder; raise NanoinferError if files, or one of this name, cannot be written in it."""
+    import tempfile  # not at the start of every program
+
+    path = folder / (name or "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name or ''}."):  # not one without a name
+            pass
+        if name is not None and path.exists() and not path.is_file():
+            raise IsADirectoryError(0, "it is a folder or a device")
+    except OSError as e:
+        raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception.
