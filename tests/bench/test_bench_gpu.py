@@ -21,14 +21,14 @@ import torch
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM
-from nanoinfer.bench import machine, model_folders, process, results, worker
+from nanoinfer.bench import machine, model_folders, results, worker
 from nanoinfer.bench import run as running
 from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.harness import Harness
-from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
+from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
@@ -367,7 +367,7 @@ class FakeHandle:
 
 
 class FakeProcesses:
-    """Stands for `process.Processes`."""
+    """Stands for `worker.Processes`."""
 
     log: list[tuple[str, Any]]
 
@@ -513,7 +513,7 @@ def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder
 
 
 def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-    monkeypatch.setattr(process, "GPU_ANSWER_SEC", 0.01)
+    monkeypatch.setattr(worker, "GPU_ANSWER_SEC", 0.01)
     with WorkerProcess(replace(ON_GPU, device="cuda:0")) as one:
         refuses(lambda: one.load(tiny_folder), "gave no answer in 0 s, and was ended")
         refuses(one.run, "its process was killed")

@@ -25,9 +25,9 @@ from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.model_folders import temporary_folder
-from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
+from nanoinfer.bench.worker import WorkerProcess
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
@@ -142,7 +142,7 @@ def test_a_dead_process_is_a_row_with_its_epitaph(tiny_folder: Path) -> None:
 def test_a_worker_that_computes_ends_with_the_process_that_started_it(tiny_folder: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from nanoinfer.bench.case import Case;"
-        "from nanoinfer.bench.process import WorkerProcess;"
+        "from nanoinfer.bench.worker import WorkerProcess;"
         "worker = WorkerProcess(Case('recompute', 'm', output_tokens=1 << 20, prompt_tokens=4));"
         "worker.load(Path(sys.argv[1])); print(worker._process.pid, flush=True); worker.run()"
     )

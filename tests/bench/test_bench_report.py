@@ -22,9 +22,8 @@ from nanoinfer.bench.case import BITS, Case, Row
 from nanoinfer.bench.formatting import DASH, digits, slug
 from nanoinfer.bench.report import charts
 from nanoinfer.bench.report.charts import COLORS, GREY, MAX_FIGURES, Figure, figures, look
-from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.page import write_report
-from nanoinfer.bench.report.panels import panels, setting, sweep_axis
+from nanoinfer.bench.report.panels import headlines, panels, setting, sweep_axis
 from nanoinfer.bench.results import Results, read
 from nanoinfer.bench.stats import Figures
 from nanoinfer.bench.suites import SUITES

@@ -16,12 +16,12 @@ from nanoinfer.bench import results, table
 from nanoinfer.bench.backends import require_case
 from nanoinfer.bench.backends.engines import EngineBackend
 from nanoinfer.bench.case import Case, Row, make_requests
-from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.report.panels import panels
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
+from nanoinfer.bench.worker import WorkerProcess
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.presets import PRESETS
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from nanoinfer.bench.case import BUSY, IRREGULAR, Case, Row
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
-from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
+from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES

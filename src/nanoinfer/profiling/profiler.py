@@ -308,14 +308,10 @@ def breakdown_percent(
     output_tokens: int = 17,
     params: SamplingParams | None = None,
 ) -> dict[str, float]:
-    """Return the share of five parts in the time of decoding, 100 in total.
+    """Return the share of five parts in the time of decoding, 100 in total. `llm` must be idle.
 
-    Args:
-        llm: on any engine, idle.
-        batch: number of sequences; their prompts are random tokens.
-        prompt_tokens: tokens per prompt.
-        output_tokens: output tokens per sequence; the first is sampled in prefill and not measured.
-        params: sampling parameters, except max_tokens and ignore_eos. None is greedy.
+    Prompts are random tokens. The first output token is sampled in prefill and not measured. `params`, without its
+    max_tokens and ignore_eos, has the sampling; None is greedy.
 
     Raises:
         NanoinferError: no token was generated in the measured part, or the engine's parts cannot be distinguished.
@@ -385,13 +381,9 @@ def _part_of(event: Any) -> str:
 def measure_launches(
     llm: LLM, *, batch: int = 1, prompt_tokens: int = 32, params: SamplingParams | None = None
 ) -> Launches:
-    """Return the counts of a decode step.
+    """Return the counts of a decode step after prompts of random tokens. `llm` must be idle, on a CUDA device.
 
-    Args:
-        llm: on a CUDA device, idle.
-        batch: number of sequences; their prompts are random tokens.
-        prompt_tokens: tokens per prompt.
-        params: sampling parameters, except max_tokens and ignore_eos. None is greedy.
+    `params`, without its max_tokens and ignore_eos, has the sampling; None is greedy.
 
     Raises:
         NanoinferError: the device is a CPU, or the profiler recorded no kernel.

@@ -52,21 +52,13 @@ PARTS = (
 )  # fmt: skip
 
 _PART_OF = {  # last component of a module's name -> its part
-    "c_attn": MATRIX_PRODUCTS,
-    "c_proj": MATRIX_PRODUCTS,
-    "c_fc": MATRIX_PRODUCTS,
-    "c_gate": MATRIX_PRODUCTS,
-    "c_in": MATRIX_PRODUCTS,
-    "q_b": MATRIX_PRODUCTS,
-    "k_b": MATRIX_PRODUCTS,
-    "v_b": MATRIX_PRODUCTS,
-    "lm_head": OUTPUT_HEAD,
+    **dict.fromkeys(("c_attn", "c_proj", "c_fc", "c_gate", "c_in", "q_b", "k_b", "v_b"), MATRIX_PRODUCTS),
     **dict.fromkeys(
         ("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "kv_norm", "sub_norm", "ln_e", "ln_f", "norm", "post"),
         NORMS,
     ),
-    "wte": EMBEDDING,
-    "wpe": EMBEDDING,
+    **dict.fromkeys(("wte", "wpe"), EMBEDDING),
+    "lm_head": OUTPUT_HEAD,
 }
 PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 

@@ -180,30 +180,18 @@ def _measure_gpu(workload: Workload, clock: Clock, device: str) -> Ceiling:
 
     old = torch.cuda.get_device_capability(device) < (8, 0)  # no bfloat16 before Ampere
     names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
-    bandwidth = _copy_bandwidth(device, workload, clock)
-    flops = {name: _matmul_flops(name, device, workload, clock) for name in names}
-    torch.cuda.empty_cache()  # other processes may need the memory
-    source = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
-    return Ceiling(MEASURE, bandwidth, flops, source, default_dtype=names[1])
-
-
-def _copy_bandwidth(device: str, workload: Workload, clock: Clock) -> float:
-    """Return bytes read and written per second by copies."""
-    import torch
-
     source = torch.ones(workload.num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
-
-
-def _matmul_flops(dtype: str, device: str, workload: Workload, clock: Clock) -> float:
-    """Return FLOP/s of a square matrix product."""
-    import torch
-
-    n = workload.matrix_size
-    a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
-    out = torch.empty_like(a)
-    return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device, workload, clock)
+    bandwidth = 2 * source.nbytes / _seconds(partial(target.copy_, source), device, workload, clock)  # read and written
+    del source, target
+    n, flops = workload.matrix_size, {}
+    for name in names:
+        matrix = torch.randn(n, n, device=device).to(getattr(torch, name))
+        product = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
+        flops[name] = 2 * n**3 / _seconds(product, device, workload, clock)
+    torch.cuda.empty_cache()  # other processes may need the memory
+    text = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
+    return Ceiling(MEASURE, bandwidth, flops, text, default_dtype=names[1])
 
 
 def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:

@@ -85,21 +85,16 @@ class OpenVINO:
         require_room("openvino", requests.longest, self._capacity)
         handles = []
         for i, (prompt, n) in enumerate(zip(requests.prompts, requests.output_tokens, strict=True)):
-            ids = self._tensor(np.array([prompt], np.int64))
-            handles.append(self._pipeline.add_request(i, ids, self._generation(n)))
+            config = self._genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = n, True, False
+            config.set_eos_token_id(self._eos)
+            handles.append(self._pipeline.add_request(i, self._tensor(np.array([prompt], np.int64)), config))
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             for i, handle in enumerate(handles):
                 while handle.can_read():
                     recorder.add(i, next(iter(handle.read().values())).generated_ids)
         return recorder.result()
-
-    def _generation(self, num_tokens: int) -> Any:
-        """Return the settings of a request: greedy, exactly `num_tokens`."""
-        config = self._genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = num_tokens, True, False
-        config.set_eos_token_id(self._eos)
-        return config
 
 
 class VLLM:

@@ -1,8 +1,8 @@
 """The report: one self-contained HTML page with interactive charts, and the charts as SVG files beside it.
 
-`panels` sorts rows into figures, `charts` draws them, `headlines` computes the findings, and the template
-`page.html.j2` shows for each suite its findings and figures, and in folded sections all numbers, the machine and the
-command. The page fetches nothing: it contains the charts' library and their data.
+`panels` sorts rows into figures and computes the findings, `charts` draws them, and the template `page.html.j2` shows
+for each suite its findings and figures, and in folded sections all numbers, the machine and the command. The page
+fetches nothing: it contains the charts' library and their data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jinja2
 from nanoinfer.bench.case import Row
 from nanoinfer.bench.formatting import DASH, clean, slug
 from nanoinfer.bench.report.charts import VEGA_LITE, Figure, figures
-from nanoinfer.bench.report.headlines import headlines
+from nanoinfer.bench.report.panels import headlines
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.table import COLUMNS
 from nanoinfer.errors import NanoinferError, missing_extra
