@@ -112,7 +112,7 @@ def windows(tokens: Tensor, block_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetBatches:
-    """Windows of tokens with the target's logits for each position. Has the interface of data.Batches."""
+    """Windows of tokens with the target's hidden states, and its head. Has the interface of data.Batches."""
 
     tokens: Tensor
     """(N, T) int64."""
@@ -123,33 +123,25 @@ class TargetBatches:
     seed: int
 
     def draw(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Return inputs, (B, T) int64, and the target's logits, (B, T, V), of one step: a function of (seed, step)."""
+        """Return inputs, (B, T) int64, and hidden states, (B, T, C), of one step: a function of (seed, step)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return self._batch(torch.randint(len(self.tokens), (batch_size,), generator=generator))
+        rows = torch.randint(len(self.tokens), (batch_size,), generator=generator)
+        return self.tokens[rows], self.hidden[rows]
 
     def sweep(self, max_tokens: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of evenly spread windows: at most `max_tokens` tokens, at least one window."""
         count, length = self.tokens.shape
         for rows in torch.split(evenly_spread(count, length, max_tokens), batch_size):
-            yield self._batch(rows)
+            yield self.tokens[rows], self.hidden[rows]
 
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tokens[rows], F.linear(self.hidden[rows].to(self.head.device), self.head)
-
-
-@dataclass(frozen=True)
-class HiddenBatches(TargetBatches):
-    """Windows of tokens with the target's final hidden states."""
-
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tokens[rows], self.hidden[rows]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the target's logits, (..., V), for hidden states, (..., C), on the training device."""
+        return F.linear(hidden.to(self.head.device), self.head)
 
 
 @torch.no_grad()
-def run_target(
-    target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype, *, hidden_states: bool = False
-) -> TargetBatches:
-    """Run the target once over windows, (N, T), and return them as batches, with logits or with hidden states.
+def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype) -> TargetBatches:
+    """Run the target once over windows, (N, T), and return them as batches.
 
     Args:
         target: on the training device; not changed.
@@ -166,8 +158,7 @@ def run_target(
         for at in range(0, len(tokens), TARGET_BATCH):
             rows = slice(at, at + TARGET_BATCH)
             hidden[rows] = target.hidden(tokens[rows].to(device), positions, attend).to("cpu", dtype)
-    kind = HiddenBatches if hidden_states else TargetBatches
-    return kind(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
+    return TargetBatches(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
 
 
 def divergences(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

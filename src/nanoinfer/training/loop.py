@@ -120,14 +120,14 @@ def _load_target(config: TrainConfig) -> LoadedModel | None:
 def _use_target(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
     """Replace the batches of `run` by batches with what the target computes, on the data and on generated windows."""
     assert complete is not None, "a target needs `complete`"
-    config, block_size, of_head = run.config, run.config.block_size, isinstance(run, HeadRun)
+    config, block_size = run.config, run.config.block_size
     texts = distill.generate_windows(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
     if isinstance(run, HeadRun):
         run.wte = target.get_parameter("transformer.wte.weight").detach()
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
     run.train, run.val = (
-        distill.run_target(target, windows, num_tokens, config.seed, dtype, hidden_states=of_head)
+        distill.run_target(target, windows, num_tokens, config.seed, dtype)
         for windows in (every, distill.windows(run.val.tokens, block_size))
     )
 

@@ -70,14 +70,15 @@ class TrainRun:
 
         Args:
             x: token ids.
-            y: the next token ids, (B, T), for cross-entropy; or the target's logits, (B, T, V), for the distillation
-                loss, which in validation is the KL divergence alone.
+            y: the next token ids, (B, T), for cross-entropy; or the target's hidden states, (B, T, C), for the
+                distillation loss, which in validation is the KL divergence alone.
         """
         x, y = x.to(self.device), y.to(self.device)
         with self.autocast():
             logits = self.model(x)
-        if y.is_floating_point():
-            kl, distance = distill.divergences(logits[..., : y.shape[-1]], y)
+        if isinstance(self.train, distill.TargetBatches):
+            expected = self.train.logits(y)
+            kl, distance = distill.divergences(logits[..., : expected.shape[-1]], expected)
             return kl + distance if self.model.training else kl
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 

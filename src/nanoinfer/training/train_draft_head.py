@@ -62,7 +62,7 @@ class RecurrentHead(nn.Module):
 
 @dataclass
 class HeadRun(TrainRun):
-    """A run that trains a head; `train` and `val` are `distill.HiddenBatches`."""
+    """A run that trains a head; `train` and `val` are `distill.TargetBatches`."""
 
     wte: Tensor | None = None
     """The target's embedding, (V, C), on the device."""
@@ -81,10 +81,10 @@ class HeadRun(TrainRun):
         total = torch.zeros((), device=self.device)
         with self.autocast():
             state = y[:, :n].to(self.wte.dtype)
-            wanted = F.linear(y, lm_head)  # (B, T, V)
+            expected = self.train.logits(y)  # (B, T, V)
             for k in range(1, STEPS + 1):
                 state = self.model(state, self.wte[x[:, k : k + n]])  # (B, n, C)
-                kl, distance = distill.divergences(F.linear(state, lm_head), wanted[:, k : k + n])
+                kl, distance = distill.divergences(F.linear(state, lm_head), expected[:, k : k + n])
                 total = total + (kl + distance if self.model.training else kl)
         return total / STEPS
 
