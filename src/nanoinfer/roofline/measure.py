@@ -180,10 +180,7 @@ def _measure_gpu(workload: Workload, clock: Clock, device: str) -> Ceiling:
 
     old = torch.cuda.get_device_capability(device) < (8, 0)  # no bfloat16 before Ampere
     names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
-    source = torch.ones(workload.num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / _seconds(partial(target.copy_, source), device, workload, clock)  # read and written
-    del source, target
+    bandwidth = _copy_bandwidth(device, workload, clock)
     n, flops = workload.matrix_size, {}
     for name in names:
         matrix = torch.randn(n, n, device=device).to(getattr(torch, name))
@@ -192,6 +189,15 @@ def _measure_gpu(workload: Workload, clock: Clock, device: str) -> Ceiling:
     torch.cuda.empty_cache()  # other processes may need the memory
     text = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
     return Ceiling(MEASURE, bandwidth, flops, text, default_dtype=names[1])
+
+
+def _copy_bandwidth(device: str, workload: Workload, clock: Clock) -> float:
+    """Return bytes read and written per second by copies."""
+    import torch
+
+    source = torch.ones(workload.num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
 
 
 def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
