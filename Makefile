@@ -67,6 +67,8 @@ test: .venv/installed-test
 test-all: .venv/installed-test
 	$(PYTEST) -m "not nightly"
 
+# On each instruction set of this machine, if .venv was not installed before.
+test-nightly: export NANOINFER_ISA := all
 test-nightly: .venv/installed-test
 	$(PYTEST) --hypothesis-profile random
 

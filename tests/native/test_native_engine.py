@@ -246,7 +246,8 @@ def test_a_build_for_another_cpu_says_how_to_build_for_this_one(
     monkeypatch.setattr(_native, "fastest_isa", lambda: "avx1024")
     LLM(str(tiny_folder), engine="native")
     (message,) = caplog.messages
-    assert f"were built for {', '.join(name for name, _ in _native.instruction_sets())}, this CPU has avx1024" in message
+    names = ", ".join(name for name, _ in _native.instruction_sets())
+    assert f"were built for {names}, this CPU has avx1024" in message
     assert "NANOINFER_ISA=all" in message
     monkeypatch.setenv("NANOINFER_ISA", "scalar")  # asked for
     LLM(str(tiny_folder), engine="native")
