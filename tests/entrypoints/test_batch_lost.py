@@ -1,4 +1,4 @@
-"""An output that is removed, replaced, moved or changed while a batch writes it: an error, and nothing is lost."""
+"""An output that is removed, replaced, moved or changed while a batch writes it: an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.batch import lost
 from nanoinfer.batch import output as batch_output
 from nanoinfer.batch.lines import Line, LineReader
 from nanoinfer.batch.output import FileOutput
@@ -23,7 +22,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.progress import ProgressBar
 
 NUM_LINES = 40
-OUT, STATE, SAVED = Path("a/out.jsonl"), Path("a/out.jsonl.state"), Path("a/out.jsonl.saved")
+OUT = Path("a/out.jsonl")
 Action = Callable[[], object]
 Batch = Callable[..., str]
 
@@ -100,32 +99,28 @@ def by_a_link() -> None:
     OUT.symlink_to(Path("other").absolute())
 
 
-REMOVED: dict[str, tuple[Action, str]] = {
-    "removed": (OUT.unlink, "a/out.jsonl was removed while it was written"),
-    "replaced": (replaced, "a/out.jsonl was replaced by another file while it was written"),
-    "replaced by a folder": (by_a_folder, "a/out.jsonl was replaced by a folder while it was written"),
-    "replaced by a link": (by_a_link, "a/out.jsonl was replaced by another file while it was written"),
-    "linked elsewhere": (lambda: (os.link(OUT, "hard"), OUT.unlink()), "a/out.jsonl was removed while it was written"),
+REMOVED: dict[str, Action] = {
+    "removed": OUT.unlink,
+    "replaced": replaced,
+    "replaced by a folder": by_a_folder,
+    "replaced by a link": by_a_link,
+    "linked elsewhere": lambda: (os.link(OUT, "hard"), OUT.unlink()),
+    "its folder removed": lambda: shutil.rmtree("a"),
 }
 WHEN = pytest.mark.parametrize("when", ["at a checkpoint", "at the end"])
+MESSAGE = f"{OUT} was removed, replaced or moved while it was written: move the file with its "
 
 
 @WHEN
 @pytest.mark.parametrize("case", REMOVED)
-def test_a_removed_output_is_saved_beside_it_and_continued(batch: Batch, whole: bytes, case: str, when: str) -> None:
-    action, message = REMOVED[case]
-    error = batch(action, when)
-    count = SAVED.read_bytes().count(b"\n")
-    assert error == f"{message}: its {count} records are in {SAVED}: run the command again with that file as the output"
-    assert whole.startswith(SAVED.read_bytes())
-    assert (count == NUM_LINES) == (when == "at the end")
-    assert count > 0
-    assert [p.name for p in Path("a").glob("*.tmp")] == []
-    assert batch(out=SAVED) == ""
-    assert SAVED.read_bytes() == whole
+def test_a_removed_output_is_an_error(batch: Batch, case: str, when: str) -> None:
+    error = batch(REMOVED[case], when)
+    assert error.startswith(MESSAGE)
+    assert error.endswith(" records back and run the same command again, or run it from the start")
+    assert (f"its {NUM_LINES} records" in error) == (when == "at the end")
 
 
-def test_what_replaced_the_output_is_left_alone(batch: Batch, whole: bytes) -> None:
+def test_what_replaced_the_output_is_left_alone(batch: Batch) -> None:
     batch(replaced)
     assert OUT.read_text() == "mine"
     with pytest.raises(NanoinferError, match="was changed by another program"):
@@ -133,71 +128,20 @@ def test_what_replaced_the_output_is_left_alone(batch: Batch, whole: bytes) -> N
     assert OUT.read_text() == "mine"
 
 
-def test_a_copy_overwrites_nothing(batch: Batch, whole: bytes) -> None:
-    SAVED.write_text("mine")
-    Path("a/out.jsonl.saved-1.state").write_text("mine, too")
-    assert "are in a/out.jsonl.saved-2: run" in batch(OUT.unlink)
-    assert (SAVED.read_text(), Path("a/out.jsonl.saved-1.state").read_text()) == ("mine", "mine, too")
-    assert not Path("a/out.jsonl.saved-1").exists()
-    assert batch(out=Path("a/out.jsonl.saved-2")) == ""
-    assert Path("a/out.jsonl.saved-2").read_bytes() == whole
-
-
 @WHEN
 @pytest.mark.parametrize("moved", ["a/new.jsonl", "b"])
-def test_a_moved_output_is_found(batch: Batch, whole: bytes, moved: str, when: str) -> None:
+def test_a_moved_output_is_continued_when_it_is_back(batch: Batch, whole: bytes, moved: str, when: str) -> None:
     """The file, or its folder."""
-    here = Path(moved) if moved.endswith("jsonl") else Path(moved) / "out.jsonl"
-    error = batch(lambda: os.rename(OUT if moved.endswith("jsonl") else OUT.parent, moved), when)
-    count = here.read_bytes().count(b"\n")
-    assert error == (
-        f"a/out.jsonl was moved to {here.absolute()} while it was written: it has {count} records: move it back and run"
-        " the same command again"
-    )
-    assert not SAVED.exists()
-    os.rename(moved, OUT if moved.endswith("jsonl") else OUT.parent)
+    of_move = OUT if moved.endswith("jsonl") else OUT.parent
+    assert batch(lambda: os.rename(of_move, moved), when).startswith(MESSAGE)
+    os.rename(moved, of_move)
     assert batch() == ""
     assert OUT.read_bytes() == whole
-
-
-def test_a_moved_output_in_whose_place_is_another_file(batch: Batch) -> None:
-    """As log rotation does."""
-    error = batch(lambda: (os.rename(OUT, "rotated"), OUT.write_text("")))
-    assert f"was moved to {Path('rotated').absolute()} while" in error
-    assert OUT.read_text() == ""
 
 
 def test_a_link_to_the_moved_output_is_the_output(batch: Batch, whole: bytes) -> None:
     assert batch(lambda: (os.rename(OUT, "b.jsonl"), OUT.symlink_to(Path("b.jsonl").absolute()))) == ""
     assert Path("b.jsonl").read_bytes() == whole
-
-
-def test_without_its_folder_the_copy_is_in_the_temporary_folder(
-    batch: Batch, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    saved = tmp_path / "temporary/out.jsonl.saved"
-    error = batch(lambda: shutil.rmtree("a"))
-    assert f"a/out.jsonl was removed while it was written: its {saved.read_bytes().count(10)} records are in" in error
-    assert batch(out=saved) == ""
-    assert saved.read_bytes() == whole
-
-
-def test_a_copy_that_cannot_be_written_is_said(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(Path("none").absolute()))
-    error = batch(lambda: shutil.rmtree("a"))
-    assert "records could not be saved: No such file or directory: run the command again from the start" in error
-
-
-def test_a_disk_that_is_full_leaves_no_part_of_a_copy(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tempfile.tempdir", str(Path("a").absolute()))
-    monkeypatch.setattr(lost, "copyfileobj", full)
-    assert "could not be saved: No space left on device" in batch(OUT.unlink)
-    assert [p.name for p in Path("a").iterdir()] == [STATE.name]
 
 
 CHANGED: dict[str, Action] = {
@@ -285,19 +229,17 @@ def failed() -> None:
 
 
 def test_the_exit_code_is_2(run: Callable[..., tuple[int, str]]) -> None:
-    where = f"2 records are in {SAVED}: run the command again with that file as the output"
-    message = f"nanoinfer: error: {OUT} was removed while it was written: its {where}\n"
-    assert run(OUT.unlink) == (2, message)
-    code, err = run(lambda: None, SAVED)
-    assert (code, err) == (0, f"nanoinfer: {SAVED} is complete after 2 lines\n")
+    code, err = run(OUT.unlink)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"nanoinfer: error: {MESSAGE}2 records back" in err
 
 
 def test_an_interrupt_or_another_error_does_not_hide_it(
     run: Callable[..., tuple[int, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run(interrupted)[1].count(f"its 2 records are in {SAVED}: run the command again") == 1
+    assert run(interrupted)[1].count(MESSAGE) == 1
     assert run(failed) == (2, "nanoinfer: error: the engine is gone\n")
-    assert caplog.text.count(f"its 2 records are in {SAVED}-1: run the command again") == 1
+    assert caplog.text.count(MESSAGE) == 1
 
 
 def test_standard_output_is_a_stream(run: Callable[..., tuple[int, str]]) -> None:

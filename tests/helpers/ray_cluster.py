@@ -65,7 +65,7 @@ def workers(cluster: Any) -> list[int]:
     for node in (cluster.head_node, *cluster.worker_nodes):
         for pid in children(node.all_processes["raylet"][0].process.pid):
             with suppress(OSError):
-                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::MapWorker"):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::LineActor"):
                     found.append(pid)
     return found
 

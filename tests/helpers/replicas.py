@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from helpers.asgi import until
 from nanoinfer.cluster.front import Front
-from nanoinfer.cluster.group import Group
 from nanoinfer.cluster.link import Remote, Remotes, Replica
+from nanoinfer.cluster.local import Group
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.limits import BoundRequests
 
@@ -27,11 +27,6 @@ class StubGroup(Group):
     async def wake(self) -> None:
         """Count."""
         self.num_woken += 1
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is a replica."""
-        return bool(self.replicas)
 
 
 @dataclass

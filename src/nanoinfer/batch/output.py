@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.batch.lines import STANDARD, LineReader, Place
-from nanoinfer.batch.lost import OutputLost, current_path, save_copy, what_happened
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.files import escaped, read_json, read_object, reason, write_atomically
 
@@ -44,6 +43,10 @@ CHECKPOINT_SEC = 0.25
 """Shortest time between two checkpoints; longer on a slow disk, so that they take at most a twentieth of the time."""
 _STARTS = (b'{"line": ', b'{"id": "batch_req_')  # of records; after a loss of power the file may end with zeros
 _NOTHING = hashlib.sha256().hexdigest()
+
+
+class OutputLost(NanoinferError):
+    """The file at the path of an output is not the one that was written."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class FileOutput:
         state = {"format": FORMAT, "settings": self._settings, "checkpoint": asdict(done)}
         content = json.dumps(state, indent=1).encode()
         try:
-            self._check_place(content)
+            self._check_place()
             os.fsync(self._fd)
             write_atomically(self._state, content)
         except OSError as e:
@@ -236,28 +239,26 @@ class FileOutput:
         end = time.monotonic()
         self._due = end + max(CHECKPOINT_SEC, 20 * (end - start))
 
-    def _check_place(self, state: bytes) -> None:
-        """Raise OutputLost if the file is not at its path any more, after saving it, or if its size has changed."""
-        size, num_records = os.fstat(self._fd).st_size, f"{self.done.num_records:,} records"
-        if size != self.done.output_bytes:
-            self._saved = None
-            raise OutputLost(
-                f"{self.name} was changed by another program while it was written: it has {size} instead of"
-                f" {self.done.output_bytes} bytes: run the same command again, which continues if the file is intact up"
-                " to its last checkpoint"
-            )
-        if not (what := what_happened(self._fd, self._path)):
+    def _check_place(self) -> None:
+        """Raise OutputLost if the size of the file has changed, or it is not at its path any more."""
+        size = os.fstat(self._fd).st_size
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if size == self.done.output_bytes and is_there:
             return
         self._saved = None  # there is nothing to save at the path
-        if moved := current_path(self._fd):
-            what, where = f"was moved to {escaped(moved)}", f"it has {num_records}: move it back and run the same"
-            raise OutputLost(f"{self.name} {what} while it was written: {where} command again")
-        try:
-            copy = save_copy(self._fd, self._path, state)
-            where = f"are in {escaped(copy)}: run the command again with that file as the output"
-        except OSError as e:
-            where = f"could not be saved: {reason(e)}: run the command again from the start"
-        raise OutputLost(f"{self.name} {what} while it was written: its {num_records} {where}")
+        if not is_there:
+            raise OutputLost(
+                f"{self.name} was removed, replaced or moved while it was written: move the file with its"
+                f" {self.done.num_records:,} records back and run the same command again, or run it from the start"
+            )
+        raise OutputLost(
+            f"{self.name} was changed by another program while it was written: it has {size} instead of"
+            f" {self.done.output_bytes} bytes: run the same command again, which continues if the file is intact up to"
+            " its last checkpoint"
+        )
 
     def _open(self, flags: int) -> None:
         try:
@@ -266,12 +267,10 @@ class FileOutput:
         except OSError as e:
             raise _unwritable(self.name, e) from None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            take_lock(self._fd, self.name)
+        except NanoinferError:
             self.close()
-            raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended") from None
-        except OSError:  # a file system without locks
-            pass
+            raise
 
     def _load(self) -> Checkpoint:
         """Return the checkpoint of the file's state."""
@@ -317,6 +316,16 @@ class FileOutput:
 
     def _refusal(self, why: str) -> NanoinferError:
         return NanoinferError(f"{self.name} {why}: give another output, or replace it by --overwrite")
+
+
+def take_lock(fd: int, name: str) -> None:
+    """Lock an open file or folder until it is closed. Raises NanoinferError, with the name, if another process has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise NanoinferError(f"{name} is being written by another process: wait until it has ended") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -67,13 +67,13 @@ def generate(
         raise _no_stream()
 
     from nanoinfer.ray.connect import check_pool, connected
-    from nanoinfer.ray.pipeline import run_file
+    from nanoinfer.ray.pool import run_file
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None
     with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
         check_pool(cluster.num_actors, cluster.cpus_per_actor)
-        run_file(inputs, reader, records, _job(cluster, config, options, several=len(inputs) > 1), bar)
+        run_file(reader, records, _job(cluster, config, options, several=len(inputs) > 1), bar)
 
 
 def open_shards(source: str, target: str, settings: Mapping[str, Any], overwrite: bool) -> Shards:
@@ -91,7 +91,7 @@ def generate_shards(cluster: RayFlags, config: LLMConfig, options: BatchOptions,
     assert cluster.ray is not None
     with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
         check_pool(cluster.num_actors, cluster.cpus_per_actor)
-        shards.run(_job(cluster, config, options, files=shards.files), bar)
+        shards.run(_job(cluster, config, options), bar)
 
 
 def _no_stream() -> NanoinferError:
@@ -99,7 +99,7 @@ def _no_stream() -> NanoinferError:
 
 
 def _job(cluster: RayFlags, config: LLMConfig, options: BatchOptions, **more: Any) -> Any:
-    from nanoinfer.ray.actor import Job
+    from nanoinfer.ray.pool import Job
 
     given = tuple(are_given(f.name for f in fields(SamplingParams)))
     return Job(config, options, given, num_actors=cluster.num_actors, cpus_per_actor=cluster.cpus_per_actor, **more)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from nanoinfer.server.metrics import PREFIX, response_labels
 from nanoinfer.utils.workers import Workers
 
 if TYPE_CHECKING:
-    from nanoinfer.cluster.group import Group
+    from nanoinfer.cluster.local import Group
 
 _MEANS = (PREFIX + "kv_cache_usage_perc",)
 """Gauges of which the replicas' mean is shown."""
@@ -37,7 +37,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels of a sample -> its value."""
 
 
-class FrontMetrics:
+class FrontMetrics(Collector):
     """The metrics of a front. Args: groups: the models."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -54,9 +54,12 @@ class FrontMetrics:
         self._replicas = Gauge(
             PREFIX + "replicas", "Replicas that are connected.", ("model_name",), registry=self._registry
         )
-        self._merged = _Merged()
+        self._families: dict[str, Metric] = {}  # name -> the family without samples
+        self._latest: dict[Remote, dict[str, Samples]] = {}
+        self._ended: dict[str, Samples] = defaultdict(dict)
+        """Counters and histograms of replicas that have ended."""
         self._thread = Workers("nanoinfer-metrics", 1)
-        self._registry.register(self._merged)
+        self._registry.register(self)
 
     def responded(self, entry: Mapping[str, Any]) -> None:
         """Count a response. Args: entry: of the access log."""
@@ -69,52 +72,39 @@ class FrontMetrics:
 
     async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        asked = {r: asyncio.create_task(r.get("/metrics")) for group in self._groups for r in group.replicas}
-        found: dict[Remote, str | None] = {}
+        requests = {r: asyncio.create_task(r.get("/metrics")) for group in self._groups for r in group.replicas}
+        texts: dict[Remote, str | None] = {}
         try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=REPLICA_SEC)
+            if requests:
+                await asyncio.wait(requests.values(), timeout=REPLICA_SEC)
         finally:
-            for task in asked.values():
+            for task in requests.values():
                 task.cancel()  # what has ended stays as it is
-        for remote, task in asked.items():
+        for remote, task in requests.items():
             with suppress(ReplicaLost):
-                found[remote] = task.result().decode() if task.done() else None
+                texts[remote] = task.result().decode() if task.done() else None
         for group in self._groups:
             self._replicas.labels(group.names[0]).set(len(group.replicas))
 
         def merge() -> bytes:
-            self._merged.update(found)
+            self._update(texts)
             return bytes(generate_latest(self._registry))
 
         return await self._thread.run(merge)  # milliseconds for each replica
 
-
-class _Merged(Collector):
-    """The metrics of all replicas, summed."""
-
-    def __init__(self) -> None:
-        self._families: dict[str, Metric] = {}  # name -> the family without samples
-        self._latest: dict[Remote, dict[str, Samples]] = {}
-        self._ended: dict[str, Samples] = defaultdict(lambda: defaultdict(float))
-        """Counters and histograms of replicas that have ended."""
-
-    def update(self, texts: Mapping[Remote, str | None]) -> None:
+    def _update(self, texts: Mapping[Remote, str | None]) -> None:
         """Store the latest metrics of each replica; None: it has not answered. Replicas that are missing have ended."""
         for remote in [r for r in self._latest if r not in texts]:
             for name, samples in self._latest.pop(remote).items():
                 if self._families[name].type != "gauge":
-                    _add(self._ended[name], samples)
+                    self._ended[name] = _sum([self._ended[name], samples])
         for remote, text in texts.items():
-            if text is None:
-                continue
-            found: dict[str, Samples] = {}
-            for family in text_string_to_metric_families(text):
-                if family.name.endswith(_NOT_SUMMED) or family.name in _OF_FRONT:
-                    continue
-                self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                found[family.name] = {(s.name, tuple(s.labels.items())): s.value for s in family.samples}
-            self._latest[remote] = found
+            if text is not None:
+                self._latest[remote] = latest = {}
+                for family in text_string_to_metric_families(text):
+                    if not family.name.endswith(_NOT_SUMMED) and family.name not in _OF_FRONT:
+                        self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                        latest[family.name] = {(s.name, tuple(s.labels.items())): s.value for s in family.samples}
 
     def describe(self) -> list[Any]:
         """Return nothing: the registry then does not collect at the beginning."""
@@ -123,32 +113,32 @@ class _Merged(Collector):
     def collect(self) -> Any:
         """Yield the sums, then counters and gauges of each replica."""
         for name, family in self._families.items():
-            total: Samples = defaultdict(float, self._ended[name])
-            for samples in (latest.get(name, {}) for latest in self._latest.values()):
-                _add(total, samples)
+            by_replica = {remote: latest.get(name, {}) for remote, latest in self._latest.items()}
+            total = _sum([self._ended[name], *by_replica.values()])
             if name in _MEANS:
-                of = [latest.get(name, {}) for latest in self._latest.values()]
-                total = {key: value / sum(key in samples for samples in of) for key, value in total.items()}
+                total = {key: v / sum(key in samples for samples in by_replica.values()) for key, v in total.items()}
             yield _metric(family, name, total)
             if family.type in ("counter", "gauge"):
-                by_replica: Samples = {}
-                for remote, latest in self._latest.items():
-                    for (sample, labels), value in latest.get(name, {}).items():
-                        by_replica[_of_replica(sample), (*labels, ("replica", remote.name))] = value
-                yield _metric(family, _of_replica(name), by_replica)
+                yield _metric(family, _of_replica(name), {
+                    (_of_replica(sample), (*labels, ("replica", remote.name))): value
+                    for remote, samples in by_replica.items() for (sample, labels), value in samples.items()
+                })  # fmt: skip
 
 
 def _of_replica(name: str) -> str:
     return PREFIX + "replica_" + name.removeprefix(PREFIX)
 
 
-def _add(total: Samples, samples: Samples) -> None:
-    for key, value in samples.items():
-        total[key] = total.get(key, 0.0) + value
+def _sum(parts: Iterable[Samples]) -> Samples:
+    total: Samples = defaultdict(float)
+    for samples in parts:
+        for key, value in samples.items():
+            total[key] += value
+    return total
 
 
 def _metric(family: Metric, name: str, samples: Samples) -> Metric:
-    made = Metric(name, family.documentation, family.type)
+    metric = Metric(name, family.documentation, family.type)
     for (sample, labels), value in samples.items():
-        made.add_sample(sample, dict(labels), value)
-    return made
+        metric.add_sample(sample, dict(labels), value)
+    return metric

@@ -21,7 +21,7 @@ from nanoinfer.errors import NanoinferError, missing_extra, one_line
 LOCAL = "local"
 CONNECT_SEC = 5.0
 LOCAL_STORE_BYTES = 512 << 20
-"""Shared memory of a local cluster: blocks have 64 KiB."""
+"""Shared memory of a local cluster."""
 # Ray reads these variables when it is imported.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s)."}  # Ray prints no errors of others on stdout
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}

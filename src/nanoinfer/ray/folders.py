@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.ray.plan import Files
 from nanoinfer.utils.files import escaped, reason
 
 if TYPE_CHECKING:
@@ -44,14 +43,16 @@ class Folder:
             )
             return cls(name, system, path, system.get_file_info(path).is_file)
 
-    @property
-    def files(self) -> Files:
-        """What opens its files: on any node, if it is a URI."""
-        return Files(self.system if is_uri(self.name) else None)
-
     def at(self, name: str) -> str:
         """Return the path of a file in it."""
         return self.path if self.is_file else f"{self.path.rstrip('/')}/{name}"
+
+    def open(self, path: str) -> BinaryIO:
+        """Open one of its files for reading. Raises OSError."""
+        try:
+            return cast(BinaryIO, self.system.open_input_file(path))
+        except ValueError as e:  # of pyarrow
+            raise OSError(str(e)) from None
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of its files by name, sorted. Raises NanoinferError."""

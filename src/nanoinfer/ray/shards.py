@@ -1,28 +1,26 @@
 """A folder of shards: for each JSONL or Parquet file of the input, one of the same name in the output.
 
 A shard appears in the output when it is complete. STATE, a file there, has the settings of the batch, the shards of
-the input, and what is known of those that are complete: the same command does the others. All shards go through one
-pipeline. Lines are numbered across the shards, as those of several files.
+the input, and what is known of those that are complete: the same command does the others. Lines are numbered across
+the shards, as those of several files.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.batch.output import MAX_STATE_BYTES, difference_of
+from nanoinfer.batch.lines import Line, LineReader
+from nanoinfer.batch.output import MAX_STATE_BYTES, difference_of, take_lock
 from nanoinfer.errors import NanoinferError
-from nanoinfer.ray.actor import Answer, Job, check_of
 from nanoinfer.ray.folders import Folder, cannot, is_uri
-from nanoinfer.ray.pipeline import answers
-from nanoinfer.ray.plan import PARQUET, ROWS, Piece, changed, open_parquet, plan
+from nanoinfer.ray.pool import Job, answers
 from nanoinfer.ray.rows import add_records, to_lines
+from nanoinfer.ray.service import Result
 from nanoinfer.utils.files import escaped, parse_json
 from nanoinfer.utils.progress import ProgressBar
 
@@ -31,7 +29,10 @@ if TYPE_CHECKING:
 
 STATE = "_nanoinfer_batch.json"
 FORMAT = "nanoinfer-shards/1"
+PARQUET = ".parquet"
 ENDINGS = (".jsonl", PARQUET)
+ROWS = 1024
+"""Rows of a Parquet file in memory."""
 
 
 @dataclass
@@ -65,7 +66,6 @@ class Shards:
 
     def __init__(self, source: str, target: str, settings: Mapping[str, Any], overwrite: bool) -> None:
         self._source, self._target = Folder.of(source), Folder.of(target)
-        self.files = self._source.files
         self._settings = json.loads(json.dumps(settings))  # as they are read again: tuples are lists
         self._lock = -1
         found = {name: Shard(size) for name, size in self._source.sizes().items() if name.endswith(ENDINGS)}
@@ -76,8 +76,10 @@ class Shards:
         with cannot(target, "be written"):
             self._target.system.create_dir(self._target.path, recursive=True)
             if not is_uri(target):
-                self._take_lock()
+                self._lock = os.open(self._target.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if self._lock >= 0:
+                take_lock(self._lock, escaped(target))
             self.shards = found if overwrite else self._continued(found)
         except BaseException:
             self.close()
@@ -96,20 +98,21 @@ class Shards:
 
     def run(self, job: Job, bar: ProgressBar) -> None:
         """Generate for the shards that are not complete. Raises NanoinferError: see `answers`."""
-        before = 0
-        pieces: list[Piece] = []
-        for name, shard in self.shards.items():
-            if not shard.complete:
-                made, shard.num_lines = plan(self._source.at(name), self.files, before, len(pieces))
-                shard.num_records = sum(piece.num_lines for piece in made)
-                pieces += made
-            before += shard.num_lines
-        total = sum(shard.num_records for shard in self.shards.values())
-        with closing(answers(pieces, job)) as found:
-            results = _shown(found, bar, self.counts()[0], total)
+        num_records = self.counts()[0]
+
+        def shown(results: Iterator[tuple[Any, Result | None]]) -> Iterator[tuple[Any, Result | None]]:
+            nonlocal num_records
+            for item, result in results:
+                num_records += result is not None
+                if bar.due():
+                    bar.update(num_records, None)
+                yield item, result
+
+        with closing(answers(self._items(), job)) as found:
+            results = shown(found)
             for name, shard in self.shards.items():
                 if not shard.complete:
-                    self.shards[name] = self._write(name, shard, results)
+                    self.shards[name] = self._write(name, results)
                     self._save()
 
     def close(self) -> None:
@@ -118,53 +121,64 @@ class Shards:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, name: str, shard: Shard, results: Iterator[Answer]) -> Shard:
-        """Write the next results as a shard; return it with the errors among them."""
-        first = list(islice(results, min(1, shard.num_records)))  # a fault of the model leaves no file
-        errors: list[str] = []
-        count = 0
-
-        def own() -> Iterator[Answer]:
-            nonlocal count
-            for answer in islice(chain(first, results), shard.num_records):
-                count += 1
-                if answer.error:
-                    errors.append(answer.error if not errors else "")
-                yield answer
-            if count < shard.num_records:
-                raise changed(self._source.at(name))
-
-        with self._target.writing(name) as stream:
-            if name.endswith(PARQUET):
-                self._write_parquet(self._source.at(name), own(), stream)
+    def _items(self) -> Iterator[Any]:
+        """Yield the lines of the shards that are not complete, each table after its lines, each Shard at its end."""
+        before = 0
+        for name, shard in self.shards.items():
+            path, num_lines = self._source.at(name), shard.num_lines
+            if shard.complete:
+                pass
+            elif name.endswith(PARQUET):
+                num_lines = 0
+                with cannot(path, "be read as prompts"):
+                    for table in self._tables(path):
+                        for i, line in enumerate(_lines(table, path), num_lines + 1):
+                            yield replace(line, place=replace(line.place, number=before + i, file=path, line=i))
+                        num_lines += table.num_rows
+                        yield table
             else:
-                for answer in own():
-                    stream.write(answer.record)
-        return replace(shard, num_errors=len(errors), first_error="".join(errors[:1]), complete=True)
+                reader = LineReader([path], self._source.open)
+                for line in reader:
+                    yield replace(line, place=replace(line.place, number=before + line.place.number))
+                num_lines = reader.num_lines
+            if not shard.complete:
+                yield replace(shard, num_lines=num_lines)
+            before += num_lines
 
-    def _write_parquet(self, path: str, results: Iterator[Answer], stream: Any) -> None:
-        """Write the rows of a shard, which are read again, with the columns of their records."""
+    def _tables(self, path: str) -> Iterator[pa.Table]:
+        """Return the rows of a Parquet file, ROWS at a time, after a table without rows."""
+        import pyarrow as pa
         from pyarrow import parquet
 
-        file = open_parquet(path, self.files)
-        with parquet.ParquetWriter(stream, add_records(file.schema_arrow.empty_table(), []).schema) as writer:
-            for table in _tables(file):
-                found = list(islice(results, table.num_rows))
-                if [check_of(line) for line in to_lines(table, None)] != [answer.check for answer in found]:
-                    raise changed(path)
-                writer.write_table(add_records(table, [answer.record for answer in found]))
+        file = parquet.ParquetFile(self._source.open(path))
+        yield file.schema_arrow.empty_table()
+        for batch in file.iter_batches(ROWS):
+            yield pa.Table.from_batches([batch])
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self._target.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise NanoinferError(
-                f"{escaped(self._target.name)} is being written by another process: wait until it has ended"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+    def _write(self, name: str, results: Iterator[tuple[Any, Result | None]]) -> Shard:
+        """Write the results up to the end of a shard; return it with what is known of it."""
+        shard, records = self.shards[name], list[bytes]()
+        num_records, errors = 0, list[str]()
+        with self._target.writing(name) as stream, ExitStack() as stack:
+            writer: Any = None
+            for item, result in results:
+                if result is not None:
+                    num_records += 1
+                    errors += [result.error] if result.error else []
+                    if name.endswith(PARQUET):
+                        records.append(result.record)
+                    else:
+                        stream.write(result.record)
+                elif isinstance(item, Shard):
+                    shard = item
+                    break
+                else:
+                    table = add_records(item, records)
+                    records.clear()
+                    writer = writer or stack.enter_context(_parquet_writer(stream, table.schema))
+                    writer.write_table(table)
+        first = errors[0] if errors else ""
+        return replace(shard, num_records=num_records, num_errors=len(errors), first_error=first, complete=True)
 
     def _continued(self, shards: dict[str, Shard]) -> dict[str, Shard]:
         """Return the shards with those that an earlier run has completed.
@@ -202,18 +216,14 @@ class Shards:
         return NanoinferError(f"{escaped(self._target.name)} {why}: give another output, or replace it by --overwrite")
 
 
-def _shown(results: Iterator[Answer], bar: ProgressBar, done: int, total: int) -> Iterator[Answer]:
-    """Return the results, and show how many there were."""
-    for answer in results:
-        done += 1
-        if bar.due():
-            bar.update(done, total)
-        yield answer
+def _lines(table: pa.Table, path: str) -> list[Line]:
+    try:
+        return to_lines(table, None)
+    except NanoinferError as e:
+        raise NanoinferError(f"{escaped(path)}: {e}") from None
 
 
-def _tables(file: Any) -> Iterator[pa.Table]:
-    """Return the rows of a Parquet file, ROWS at a time."""
-    import pyarrow as pa
+def _parquet_writer(stream: Any, schema: pa.Schema) -> Any:
+    from pyarrow import parquet
 
-    for batch in file.iter_batches(ROWS):
-        yield pa.Table.from_batches([batch])
+    return parquet.ParquetWriter(stream, schema)
