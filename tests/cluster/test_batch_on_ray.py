@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 
 from helpers.cli import command, one_thread
 from helpers.models import make_folder
-from helpers.ray_cluster import LOOPBACK, WAIT_SEC, children, cluster, grows, kill, listening, start, until, workers
+from helpers.ray_cluster import LOOPBACK, WAIT_SEC, children, grows, kill, listening, start, until, workers
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow  # a cluster takes seconds to start
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # a cluster takes seconds to start
 LOOPBACK_ADDRESSES = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 """127.0.0.1, the same in IPv6, and ::1."""
 ENGINE = ("--engine", "native", "--max-tokens", "6", "--seed", "3")
@@ -27,12 +26,6 @@ IMPATIENT = {
     "RAY_gcs_server_port_wait_time_s": "1",
 }
 """Ray's settings: how long each of its three attempts at a connection takes, 33 seconds together by default."""
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    with cluster(1, 1) as made:
-        yield made
 
 
 @pytest.fixture
@@ -217,7 +210,7 @@ def test_inputs_and_outputs_that_do_not_fit(tmp_path: Path, files: tuple[str, ..
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "in.jsonl"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_address_where_something_else_answers(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", 3)
     with socket.create_server(("127.0.0.1", 0)) as server:

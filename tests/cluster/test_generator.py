@@ -15,7 +15,6 @@ import pytest
 import nanoinfer.ray
 from helpers.errors import refuses
 from helpers.models import make_folder
-from helpers.ray_cluster import cluster
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions
@@ -24,7 +23,7 @@ from nanoinfer.ray.connect import check_versions, connected, versions
 from nanoinfer.ray.pool import Job, LineActor
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow  # a cluster takes seconds to start
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # a cluster takes seconds to start
 
 PARAMS = {"max_tokens": 5}
 
@@ -35,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def _connected() -> Iterator[None]:
-    with cluster(2) as made, connected(made.address):
+def _connected(nodes: Any) -> Iterator[None]:
+    with connected(nodes.address):
         yield
 
 

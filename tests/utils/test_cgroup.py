@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.engines import devices
-from nanoinfer.utils import cgroup
-from nanoinfer.utils.environment import num_cpus
+from nanoinfer.utils import environment
 
 MIB = 1 << 20
 
@@ -20,8 +19,8 @@ class Groups:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, own: str = "0::/\n") -> None:
         self.folder = folder / "cgroup"
         (folder / "own").write_text(own)
-        monkeypatch.setattr(cgroup, "_GROUPS", self.folder)
-        monkeypatch.setattr(cgroup, "_OWN", folder / "own")
+        monkeypatch.setattr(environment, "_GROUPS", self.folder)
+        monkeypatch.setattr(environment, "_OWN", folder / "own")
 
     def write(self, group: str = "", **files: str) -> None:
         (self.folder / group).mkdir(parents=True, exist_ok=True)
@@ -31,10 +30,13 @@ class Groups:
 
 def test_without_limits_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(tmp_path, monkeypatch)
-    assert (cgroup.cpu_limit(), cgroup.free_memory()) == (None, None)  # no group of version 2 has such files
+    assert (environment.cpu_limit(), environment.container_memory()) == (
+        None,
+        None,
+    )  # no group of version 2 has such files
     groups.write(cpu_max="max 100000", memory_max="max", memory_current="5", memory_stat="")
-    assert (cgroup.cpu_limit(), cgroup.free_memory()) == (None, None)
-    assert num_cpus() == len(os.sched_getaffinity(0))
+    assert (environment.cpu_limit(), environment.container_memory()) == (None, None)
+    assert environment.num_cpus() == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("own", ["", "0::/../other\n", "4:memory:/docker/x\n", "nonsense"])
@@ -42,7 +44,7 @@ def test_groups_that_cannot_be_seen_set_no_limit(tmp_path: Path, monkeypatch: py
     groups = Groups(tmp_path, monkeypatch, own)
     groups.write(cpu_max="100000 100000", memory_max="1000", memory_current="5", memory_stat="")
     groups.write("../other", cpu_max="100000 100000")
-    assert (cgroup.cpu_limit(), cgroup.free_memory()) == (None, None)
+    assert (environment.cpu_limit(), environment.container_memory()) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -53,17 +55,17 @@ def test_threads_are_those_of_the_cpu_limit(
 ) -> None:
     Groups(tmp_path, monkeypatch).write(cpu_max=quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert cgroup.cpu_limit() == cpus
-    assert num_cpus() == threads
+    assert environment.cpu_limit() == cpus
+    assert environment.num_cpus() == threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7})
-    assert num_cpus() == 1
+    assert environment.num_cpus() == 1
 
 
 def test_free_memory_is_what_the_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(tmp_path, monkeypatch)
     stat = f"anon {40 * MIB}\ninactive_file {20 * MIB}\nactive_file {10 * MIB}"
     groups.write(memory_max=str(100 * MIB), memory_current=str(70 * MIB), memory_stat=stat)
-    assert cgroup.free_memory() == devices.free_memory("cpu") == 60 * MIB
+    assert environment.container_memory() == devices.free_memory("cpu") == 60 * MIB
     groups.write(memory_current=str(200 * MIB))
     assert devices.free_memory("cpu") == 0
     groups.write(memory_max=str(1 << 60))
@@ -75,5 +77,5 @@ def test_the_least_limit_of_all_groups_above_counts(tmp_path: Path, monkeypatch:
     groups.write(cpu_max="100000 100000")  # the root is a parent, too
     groups.write("user", cpu_max="400000 100000", memory_max="900", memory_current="100", memory_stat="")
     groups.write("user/service", cpu_max="300000 100000", memory_max="max", memory_current="50", memory_stat="")
-    assert cgroup.cpu_limit() == 1.0
-    assert cgroup.free_memory() == 800
+    assert environment.cpu_limit() == 1.0
+    assert environment.container_memory() == 800

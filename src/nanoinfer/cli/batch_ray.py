@@ -66,13 +66,12 @@ def generate(
     if not reader.is_regular:
         raise _no_stream()
 
-    from nanoinfer.ray.connect import check_pool, connected
+    from nanoinfer.ray.connect import connected
     from nanoinfer.ray.pool import run_file
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None
     with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
-        check_pool(cluster.num_actors, cluster.cpus_per_actor)
         run_file(reader, records, _job(cluster, config, options, several=len(inputs) > 1), bar)
 
 
@@ -85,12 +84,11 @@ def open_shards(source: str, target: str, settings: Mapping[str, Any], overwrite
 
 def generate_shards(cluster: RayFlags, config: LLMConfig, options: BatchOptions, shards: Shards) -> None:
     """Write the shards that are not complete."""
-    from nanoinfer.ray.connect import check_pool, connected
+    from nanoinfer.ray.connect import connected
     from nanoinfer.utils.progress import ProgressBar
 
     assert cluster.ray is not None
     with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
-        check_pool(cluster.num_actors, cluster.cpus_per_actor)
         shards.run(_job(cluster, config, options), bar)
 
 

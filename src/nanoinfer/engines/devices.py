@@ -13,7 +13,7 @@ import re
 import sys
 
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.utils import cgroup
+from nanoinfer.utils.environment import container_memory
 
 log = logging.getLogger("nanoinfer")
 
@@ -122,5 +122,5 @@ def free_memory(device: str) -> int:
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: assume that half of the installed memory is free
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit = cgroup.free_memory()
+    limit = container_memory()
     return available if limit is None else min(available, limit)

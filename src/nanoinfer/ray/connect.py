@@ -123,23 +123,18 @@ def pool_of(num_actors: int | None, cpus_per_actor: int | None) -> Pool:
     nodes = _node_cpus()
     if cpus_per_actor is None:
         cpus_per_actor = min(nodes, default=1)
-    most = capacity(cpus_per_actor)
-    if most == 0:
+    limit = capacity(cpus_per_actor)
+    if limit == 0:
         raise NanoinferError(
             f"no node of the cluster has {cpus_per_actor} CPUs for an actor; the largest of {len(nodes)} nodes has"
             f" {max(nodes, default=0)}: lower --cpus-per-actor, or add nodes"
         )
-    return Pool(min(num_actors or most, most), cpus_per_actor)
-
-
-def check_pool(num_actors: int | None, cpus_per_actor: int | None) -> None:
-    """Raise NanoinferError if the cluster has too few CPUs for what was asked for."""
-    pool = pool_of(num_actors, cpus_per_actor)
-    if num_actors is not None and num_actors > pool.num_actors:
+    if num_actors is not None and num_actors > limit:
         raise NanoinferError(
-            f"--num-actors {num_actors} with {pool.cpus_per_actor} CPUs each do not fit the cluster, which has room for"
-            f" {pool.num_actors}: lower it, or --cpus-per-actor"
+            f"--num-actors {num_actors} with {cpus_per_actor} CPUs each do not fit the cluster, which has room for"
+            f" {limit}: lower it, or --cpus-per-actor"
         )
+    return Pool(num_actors or limit, cpus_per_actor)
 
 
 def versions() -> dict[str, str]:

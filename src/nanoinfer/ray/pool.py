@@ -190,7 +190,7 @@ class _Pool:
         starting = {actor.starting: actor for actor in self._actors if actor.starting is not None}
         done, _ = ray.wait([*self._calls, *starting], num_returns=1, timeout=1.0)
         if not done and len(starting) == len(self._actors) and time.monotonic() > self._progress + PLACEMENT_SEC:
-            pool_of(self._job.num_actors, self._job.cpus_per_actor)  # raises if no node is large enough any more
+            pool_of(None, self._size.cpus_per_actor)  # raises if no node is large enough any more
         for reference in done:
             block = self._calls.pop(reference, None)
             actor = starting[reference] if block is None else block.actor
