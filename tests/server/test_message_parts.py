@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nanoinfer import SamplingParams
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
 from nanoinfer.outputs import (
     AnswerDelta,
@@ -13,11 +16,14 @@ from nanoinfer.outputs import (
     ChatMessage,
     CompletionOutput,
     ContentDelta,
+    Logprob,
     ReasoningDelta,
     ToolCall,
 )
 from nanoinfer.protocols.errors import renamed
-from nanoinfer.protocols.fields import FieldError
+from nanoinfer.protocols.fields import CHAT, FieldError
+from nanoinfer.protocols.output import ChunkWriter
+from nanoinfer.protocols.requests import parse
 from nanoinfer.protocols.shared import Parts, parts_of
 
 
@@ -49,6 +55,20 @@ def test_plain_text_is_one_part() -> None:
     expected = [("begin", "text", 0, ""), ("grow", "text", 0, "a"), ("grow", "text", 0, "b"), ("end", "text", 0, "")]
     assert read(output("a"), output(), output("b", finish_reason="length")) == expected
     assert read(output(finish_reason="stop")) == [("begin", "text", 0, ""), ("end", "text", 0, "")]
+
+
+def test_chunks_of_a_message_have_as_many_top_logprobs_as_other_chunks() -> None:
+    step = {5: Logprob(-1.5, 2, "a"), 6: Logprob(-0.5, 1, "b"), 7: Logprob(-2.5, 3, "c")}
+    for top, expected in ((-1, "bac"), (2, "ba"), (0, "")):
+        body = {"messages": [], "stream": True, "logprobs": True, "top_logprobs": top}
+        request = parse(CHAT, body, SamplingParams(), streams=True)
+        for deltas in (None, [ReasoningDelta("a")]):
+            o = CompletionOutput(0, "a", [5], None, logprobs=[step], message_deltas=deltas)  # type: ignore[arg-type]
+            writer = ChunkWriter(request, request_id="1", model="m", created=0, decode=str)
+            found: Any = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None, outputs=[o])
+            last = writer.write([(0, found)]).decode().strip().split("data: ")[-1]
+            (content,) = json.loads(last)["choices"][0]["logprobs"]["content"]
+            assert "".join(entry["token"] for entry in content["top_logprobs"]) == expected
 
 
 def test_parts_of_whole_messages() -> None:

@@ -154,7 +154,11 @@ _TOP_LOGPROBS = {**_from(WHOLE_VOCABULARY), "maximum": MAX_LOGPROBS}
 
 STORED = ("background", "conversation", "previous_response_id", "prompt")
 """Fields of /v1/responses that need a server which stores something."""
-_STORED = Field({}, "Not supported: this server stores nothing. Send the whole conversation as input.", neutral=())
+_NOT_SUPPORTED = "Not supported: "
+"""Begins the description of a field whose rest is the end of the error about it."""
+_STORED = Field(
+    {}, f"{_NOT_SUPPORTED}this server stores no responses: send the whole conversation as input", neutral=()
+)
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = {LOGPROBS: "log-probabilities", "reasoning.encrypted_content": "no effect"}
 """Values of include, and what they do."""
@@ -234,7 +238,7 @@ _TURNS = {
     ),
     "output_format": Field(_FORMAT, "The older name of output_config.format."),
     **dict.fromkeys(("betas", "cache_control", "context_management"), _IGNORED),
-    "mcp_servers": Field(_LIST, "Not supported: this server calls no other one.", neutral=([], None)),
+    "mcp_servers": Field(_LIST, f"{_NOT_SUPPORTED}this server calls no other one, leave it out", neutral=([], None)),
 }
 
 TABLES: dict[str, dict[str, Field]] = {
@@ -242,7 +246,7 @@ TABLES: dict[str, dict[str, Field]] = {
         **_BOTH,
         "prompt": Field(_PROMPTS, f"A string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these."),
         "echo": Field(_BOOL, "Return the prompt before the output; with logprobs, its log-probabilities too."),
-        "suffix": Field(_STRING, "Not supported: the models here do not fill in.", ("",)),
+        "suffix": Field(_STRING, f"{_NOT_SUPPORTED}the models here do not fill in, leave it out", ("",)),
     },
     CHAT: {
         **_BOTH,
@@ -334,7 +338,8 @@ def read_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name in table:
             neutral = table[name].neutral
             if neutral is not None and value not in neutral:
-                raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)
+                _, _, reason = table[name].doc.partition(_NOT_SUPPORTED)
+                raise FieldError(f"{name}={show(value)} is not supported: {reason or 'leave it out'}", name)
             given[name] = read_value(name, value, table[name].schema)
         elif name not in SAMPLING_OF.get(url, ()):
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)

@@ -27,7 +27,6 @@ from nanoinfer.protocols.fields import (
     LOGPROBS,
     RESPONSES,
     SAMPLING_OF,
-    STORED,
     TABLES,
     FieldError,
     read_fields,
@@ -82,12 +81,6 @@ _CUSTOM = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "
 
 def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     """Read the body of a request. Args and Raises as `parse`, with the names that this request has."""
-    for name in STORED:
-        if body.get(name) not in (None, False):
-            raise FieldError(
-                f"{name}={show(body[name])} is not supported: this server stores no responses: send the whole"
-                " conversation as input", name,
-            )  # fmt: skip
     given = read_fields(RESPONSES, body)
     chat = {name: value for name, value in given.items() if name in _SAME}
     left_out: set[str] = set()

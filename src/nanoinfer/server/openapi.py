@@ -28,7 +28,9 @@ class RouteSpec:
     method: str
     path: str
     handler: Handler
-    """The first line of its docstring is the summary in the OpenAPI document."""
+    """Without a summary, the first line of its docstring is the summary."""
+    summary: str = ""
+    """Of the route, in the OpenAPI document."""
     content_type: str = "application/json"
     """Of a successful response; empty: there is no body."""
 
@@ -46,20 +48,17 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 """Schemas of fields of SamplingParams whose types do not say what JSON may have."""
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
-_INNER = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
-_ERROR = {
-    "type": "object",
-    "properties": {"error": {"type": "object", "properties": _INNER, "required": [*_INNER]}},
-    "required": ["error"],
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "properties": {"type": _TEXT, "message": _TEXT}, "required": ["type", "message"]},
-        "request_id": _TEXT_OR_NULL,
-    },
-    "required": ["type", "error"],
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+_ERRORS = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "AnthropicError": _object(
+        type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT_OR_NULL
+    ),
 }
 
 
@@ -79,7 +78,7 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
         "openapi": "3.1.0",
         "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
         "paths": paths,
-        "components": {"schemas": {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
+        "components": {"schemas": _ERRORS},
     }
 
 
@@ -92,7 +91,7 @@ def _operation(
     if path in SHAPES:
         content["text/event-stream"] = {}
     found: dict[str, Any] = {
-        "summary": (route.handler.__doc__ or "").partition("\n")[0],
+        "summary": route.summary or (route.handler.__doc__ or "").partition("\n")[0],
         "responses": {
             "200": {"description": "The response.", **({"content": content} if content else {})},
             "4XX": {"description": "The request is refused; param is the name of the field.", **error},

@@ -172,22 +172,7 @@ async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) 
     await respond(send, service.openapi())
 
 
-async def embed(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Return the embedding of each input."""
-    await _pool(service, scope, receive, send)
-
-
-async def rerank(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Return documents in the order of their relevance for a query."""
-    await _pool(service, scope, receive, send)
-
-
-async def score(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Return the score of each document, for one query or for its own."""
-    await _pool(service, scope, receive, send)
-
-
-async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+async def pool(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request to embed or to score. If the client disconnects, its requests end."""
 
     def convert(body: Mapping[str, Any]) -> PoolingRequest:
