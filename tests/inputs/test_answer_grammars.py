@@ -17,7 +17,7 @@ from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage
-from nanoinfer.structured.check_worker import Vocabulary
+from nanoinfer.structured.check_worker import byte_tokens
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -43,7 +43,7 @@ SIMPLE = (
 
 @cache
 def vocabulary(ids: int) -> Any:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(list(range(ids)))))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(byte_tokens(list(range(ids)))))
 
 
 def walk(grammar: str, special: list[str], seed: int, given: str = "", limit: int = 1500) -> tuple[str, bool]:

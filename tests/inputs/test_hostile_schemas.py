@@ -16,7 +16,7 @@ from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.lark import ANY_OBJECT, MAX_CHARS, LenientTools
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.structured import schemas
-from nanoinfer.structured.check_worker import Vocabulary
+from nanoinfer.structured.check_worker import byte_tokens
 
 MANY = 30
 OPTIONS = {"anyOf": [{"$ref": "#/$defs/a"}] * MANY}
@@ -129,7 +129,7 @@ def test_without_strict_what_grammars_cannot_express_is_left_out(
     name: str, schema: dict[str, Any], left_out: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     llguidance = pytest.importorskip("llguidance")
-    table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary([])))
+    table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(byte_tokens([])))
     tools = [Tool("get", "", {"type": "object", "properties": {"a": schema, "n": {"type": "integer"}}})]
     lenient = LenientTools()
     with caplog.at_level(logging.WARNING):

@@ -28,7 +28,7 @@ from nanoinfer.cli import main
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.structured import lexers, masks
+from nanoinfer.structured import grammars, masks
 from nanoinfer.structured.grammars import Grammars
 
 pytest.importorskip("llguidance")
@@ -458,13 +458,13 @@ def test_a_dead_end_ends_that_request_alone(llm: LLM, folder: Path) -> None:
 
 def test_a_limit_exceeded_by_a_mask_ends_that_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def exceeded(matcher: Any) -> Any:
-        raise lexers.NanoinferError("too many states")
+        raise grammars.NanoinferError("too many states")
 
     structured = Structured(regex="[a-b]{20}")
     (expected,) = llm.generate("go", params("open regex", max_tokens=20))
     llm.generate("go", params(structured))
-    read = lexers.read_bits
-    monkeypatch.setattr(lexers, "read_bits", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
+    read = grammars.read_bits
+    monkeypatch.setattr(grammars, "read_bits", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
     bad: list[str] = []
     stream = llm.stream("go", params(structured, logprobs=0))
     bad += [next(stream) for _ in range(5)]

@@ -22,7 +22,7 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.protocols.errors import error_body
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
 from nanoinfer.protocols.requests import parse
-from nanoinfer.structured import grammars, lexers, vocabulary
+from nanoinfer.structured import grammars, vocabulary
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, from_core
 
@@ -149,7 +149,7 @@ def test_a_large_grammar_is_bounded_while_it_is_used(compiler: Grammars, given: 
     for _ in range(200):
         start = time.thread_time()
         try:
-            mask = lexers.read_mask(matcher)
+            mask = grammars.read_mask(matcher)
         except NanoinferError:
             break
         longest = max(longest, time.thread_time() - start)
@@ -182,7 +182,7 @@ def test_a_grammar_is_compiled_once(compiler: Grammars, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler._checker, "ask", lambda request: asked.append(request) or ask(request))
     start = threading.Barrier(8)
 
-    def compile_one(_: int) -> lexers.Grammar:
+    def compile_one(_: int) -> grammars.Grammar:
         start.wait()
         return compiler.compile(Structured(json={"type": "string", "maxLength": 17}))
 
@@ -360,7 +360,7 @@ def test_special_tokens_and_end_tokens_are_never_text() -> None:
     for ends in ([], [e]):
         table = vocabulary.build(tokenizer, tokenizer.vocab_size, ends)
         matcher = llguidance.LLMatcher(table, 'start: /[^\\n]*/\n%llguidance {"no_forcing": true}')
-        mask = lexers.read_mask(matcher)
+        mask = grammars.read_mask(matcher)
         assert (mask[end], mask[plain], mask[e]) == (False, True, not ends)
 
 

@@ -19,7 +19,7 @@ from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import ResultError
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.protocols.errors import as_sent, status_code
-from nanoinfer.structured import grammars, lexers
+from nanoinfer.structured import grammars
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.tokenizers.tokenizer import CharTokenizer
 
@@ -159,10 +159,10 @@ def test_as_many_optional_properties_as_are_accepted_are_generated(folder: Path)
 
 
 @pytest.fixture
-def lexers_made(monkeypatch: pytest.MonkeyPatch) -> list[lexers.Lexer]:
-    made: list[lexers.Lexer] = []
-    new = lexers.Grammar._compile
-    monkeypatch.setattr(lexers.Grammar, "_compile", lambda self: made.append(new(self)) or made[-1])
+def lexers_made(monkeypatch: pytest.MonkeyPatch) -> list[grammars.Lexer]:
+    made: list[grammars.Lexer] = []
+    new = grammars.Grammar._compile
+    monkeypatch.setattr(grammars.Grammar, "_compile", lambda self: made.append(new(self)) or made[-1])
     return made
 
 
@@ -171,7 +171,7 @@ def lexers_made(monkeypatch: pytest.MonkeyPatch) -> list[lexers.Lexer]:
 def test_a_full_lexer_is_replaced_and_the_tokens_are_the_same(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    lexers_made: list[lexers.Lexer],
+    lexers_made: list[grammars.Lexer],
     limit: str,
     draft: str | None,
 ) -> None:
@@ -181,11 +181,11 @@ def test_a_full_lexer_is_replaced_and_the_tokens_are_the_same(
     expected = make_llm(folder).generate("abcabcabc", asked)[0].outputs
     assert len(lexers_made) == 1
     if limit == "states":
-        monkeypatch.setattr(lexers, "MIN_STATES", 250)
-        monkeypatch.setattr(lexers, "MAX_STATES", 250)
+        monkeypatch.setattr(grammars, "MIN_STATES", 250)
+        monkeypatch.setattr(grammars, "MAX_STATES", 250)
     else:
-        monkeypatch.setattr(lexers, "FAST_SEC", 0.0)
-        monkeypatch.setattr(lexers, "SLOW_SEC", 0.0)
+        monkeypatch.setattr(grammars, "FAST_SEC", 0.0)
+        monkeypatch.setattr(grammars, "SLOW_SEC", 0.0)
     found = make_llm(folder, **options).generate("abcabcabc", asked)[0].outputs
     assert [(o.token_ids, o.finish_reason, o.error) for o in found] == [
         (o.token_ids, o.finish_reason, o.error) for o in expected
@@ -195,11 +195,11 @@ def test_a_full_lexer_is_replaced_and_the_tokens_are_the_same(
 
 
 def test_a_lexer_that_is_full_at_once_is_not_replaced_for_ever(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, lexers_made: list[lexers.Lexer]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lexers_made: list[grammars.Lexer]
 ) -> None:
     """The states of 150 characters do not fit: the output fails when a new lexer has not computed MIN_MASKS masks."""
-    monkeypatch.setattr(lexers, "MIN_STATES", 120)
-    monkeypatch.setattr(lexers, "MAX_STATES", 120)
+    monkeypatch.setattr(grammars, "MIN_STATES", 120)
+    monkeypatch.setattr(grammars, "MAX_STATES", 120)
     structured = {"regex": "[a-z ]{150,200}"}
     (o,) = (
         make_llm(folder)
@@ -214,7 +214,7 @@ def test_a_lexer_that_is_full_at_once_is_not_replaced_for_ever(
 
 
 def test_a_grammar_that_is_not_cached_any_more_is_compiled_when_its_output_begins(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, lexers_made: list[lexers.Lexer]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lexers_made: list[grammars.Lexer]
 ) -> None:
     """Requests that wait hold no memory of llguidance beyond the cache's."""
     asked = [
@@ -299,7 +299,7 @@ def test_the_memory_of_many_grammars_is_bounded(count: int, limit: int) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["errors"] == count
-    assert 2 <= found["num_kept"] <= limit // lexers.MAX_GROWTH
+    assert 2 <= found["num_kept"] <= limit // grammars.MAX_GROWTH
     assert found["most"] < limit + SLACK
 
 

@@ -18,8 +18,7 @@ from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.structured.grammars import Grammars
-from nanoinfer.structured.lexers import Grammar
+from nanoinfer.structured.grammars import Grammar, Grammars
 from nanoinfer.structured.masks import OutputGrammar
 from nanoinfer.tokenizers.tokenizer import LONG_TEXT
 from nanoinfer.utils.checks import require_int, show

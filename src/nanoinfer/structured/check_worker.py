@@ -40,20 +40,25 @@ WALKS, MAX_BYTES, WALK_SEC = 4, 250, 0.3  # outputs, the bytes of each, and thei
 LIKELY = (ord("{"), ord('"'))  # half of the time: begin an object where a value begins, end a string within one
 
 
-class Vocabulary:
-    """What `llguidance.TokenizerWrapper` reads: the bytes, special tokens named <special_ID>, and the end."""
+class TokenTable:
+    """What `llguidance.TokenizerWrapper` reads: the bytes of the tokens, of which the last is the end."""
 
     bos_token_id = None
 
-    def __init__(self, special_token_ids: list[int]) -> None:
-        names = [b"<special_%d>" % token_id for token_id in special_token_ids]
-        self.tokens = [*(bytes([i]) for i in range(256)), *names, b"<end>"]
-        self.special_token_ids = list(range(256, len(self.tokens)))
-        self.eos_token_id = len(self.tokens) - 1
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int]) -> None:
+        self.tokens, self.special_token_ids = tokens, special_token_ids
+        self.eos_token_id = len(tokens) - 1
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Not called: no grammar forces tokens."""
+        """Not called: no grammar forces tokens (grammars.py)."""
         raise NotImplementedError
+
+
+def byte_tokens(special_token_ids: list[int]) -> TokenTable:
+    """Return a vocabulary of the bytes, special tokens named <special_ID>, and the end."""
+    names = [b"<special_%d>" % token_id for token_id in special_token_ids]
+    tokens = [*(bytes([i]) for i in range(256)), *names, b"<end>"]
+    return TokenTable(tokens, list(range(256, len(tokens))))
 
 
 class Mallinfo(ctypes.Structure):
@@ -121,7 +126,7 @@ def to_lark(text: str) -> tuple[str, str | None]:
 def main() -> None:
     """Answer until standard input is closed."""
     setup = json.loads(sys.stdin.buffer.readline())
-    vocabulary = Vocabulary(setup["special_token_ids"])
+    vocabulary = byte_tokens(setup["special_token_ids"])
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
     num_tokens = len(vocabulary.tokens) - 1
     parser_limits = llguidance.LLParserLimits(**setup["limits"])

@@ -7,23 +7,34 @@ lexer makes by their common prefixes. A grammar leaves the choice of tokens to t
 A new grammar is first compiled in a child process under limits of time and memory (check_worker.py), because it may
 come from anyone and the work that it causes is not bounded otherwise. That takes 0.1 s at the first one, when the
 process starts, and a few milliseconds later.
+
+A lexer is the table of states that all outputs with a grammar share. Masks add states to it when they first need them.
+llguidance bounds the number of states, but not their size, and does not say how large they are. So the number is
+chosen such that they fit MAX_GROWTH for most grammars, and a lexer that is full, or that took long to grow, is replaced
+by a new one: outputs move to it before their next mask, by consuming their tokens again.
+
+llguidance may panic. Then the lexer cannot be used any more by any output, and all of them move to a new one.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import NanoinferError, about, missing_extra, one_line
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.errors import NanoinferError, ResultError, about, missing_extra, one_line, printable
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import StructuredOutputsParams
-from nanoinfer.structured import schemas
-from nanoinfer.structured.lexers import LIMITS, MAX_STATES, OPTIONS, FreedMemory, Grammar, explain
-from nanoinfer.structured.vocabulary import special_tokens
+from nanoinfer.structured import schemas, vocabulary
 from nanoinfer.utils import processes
 from nanoinfer.utils.files import parse_json
 from nanoinfer.utils.limited_process import LimitedProcess
@@ -32,6 +43,26 @@ from nanoinfer.utils.workers import Workers
 if TYPE_CHECKING:
     import llguidance
 
+LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 100_000,  # of a mask
+    "step_max_items": 20_000,  # of a mask
+    "verbose_errors": False,
+}
+"""llguidance's limits that are not its defaults."""
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+MAX_GROWTH = 16 << 20
+"""Bytes of a lexer that are made while masks are computed; hostile grammars exceed it by their largest masks."""
+MIN_STATES, MAX_STATES = 2_000, 20_000
+"""Bounds of the number of states of a lexer."""
+MIN_MASKS = 8
+"""Masks that a lexer must have computed for a full one to be replaced. Else a new one would be full at once, too."""
+FAST_SEC = 0.001
+"""CPU time of a mask that adds little to a lexer."""
+SLOW_SEC = 0.25
+"""CPU time beyond it, of all masks, after which a lexer is replaced."""
+TRIM_BYTES = 64 << 20
+_UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
+_PANIC = "panic: "  # how llguidance's messages about its own faults begin
 MAX_CACHED_BYTES = 256 << 20
 """Memory of the compiled grammars that are kept for later requests. See `Grammar.num_bytes`."""
 UNMEASURED_BYTES = 8 << 20
@@ -59,7 +90,7 @@ class Grammars:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         tokenizer = model.tokenizer
-        special = [] if tokenizer is None else sorted(special_tokens(tokenizer, model.vocab_size).values())
+        special = [] if tokenizer is None else sorted(vocabulary.special_tokens(tokenizer, model.vocab_size).values())
         self._checker = LimitedProcess(
             Path(__file__).with_name("check_worker.py"),
             ("llguidance",),
@@ -138,8 +169,6 @@ class Grammars:
 
     def _table(self) -> llguidance.LLTokenizer:
         """Return the table of the vocabulary, which is made once."""
-        from nanoinfer.structured import vocabulary
-
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise NanoinferError(f"structured_outputs requires a tokenizer: {self._model.no_tokenizer_reason}")
@@ -176,3 +205,181 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise NanoinferError("structured_outputs.json is not a JSON schema: give an object, such as {'type': 'object'}")
     return schema
+
+
+class LexerFailed(ResultError):
+    """llguidance panicked. The fault is not the request's."""
+
+
+class FreedMemory:
+    """Returns the memory of lexers to the operating system, after enough of it was freed.
+
+    Args:
+        workers: a thread that does it.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self._num_bytes = workers, 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count memory that is about to be freed."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= TRIM_BYTES and not sys.is_finalizing():
+            self._num_bytes = 0
+            self._workers.put(processes.trim_memory)
+
+
+class Lexer:
+    """The table of states of a grammar, and the matcher that all others are copied from.
+
+    Args:
+        matcher: at the start of an output.
+        num_bytes: memory that it may have.
+        freed: is told when it is freed.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int, freed: FreedMemory) -> None:
+        self._matcher, self._num_bytes, self._freed = matcher, num_bytes, freed
+        self._num_masks, self._slow_sec = 0, 0.0
+        self._last: tuple[bytes, NDArray[np.bool_]] = (b"", np.zeros(0, np.bool_))
+        self.worn = False
+        """Whether outputs must move to another one."""
+        self.first_mask = self.read_mask(matcher)
+        """The tokens that an output may begin with, (vocab_size + 1,) bool: see `read_mask`."""
+
+    def new_matcher(self) -> llguidance.LLMatcher:
+        """Return a matcher at the start of an output."""
+        return self._matcher.deep_copy()
+
+    def read_mask(self, matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
+        """Return the tokens that may come next, as `read_mask` does, and note how long that took.
+
+        Equal masks in succession, as those of free text are, are the same array.
+        """
+        start = time.thread_time()
+        try:
+            bits, mask = self._last
+            if (found := read_bits(matcher)) != bits:
+                self._last = found, mask = found, unpack(found)
+            return mask
+        except LexerFailed:
+            self.worn = True
+            raise
+        finally:
+            self._num_masks += 1
+            self._slow_sec += max(0.0, time.thread_time() - start - FAST_SEC)
+            self.worn = self.worn or (self._slow_sec > SLOW_SEC and self._num_masks >= MIN_MASKS)
+
+    def check(self, matcher: llguidance.LLMatcher) -> None:
+        """Raise NanoinferError if a matcher has failed; LexerFailed if no matcher of this lexer can be used."""
+        if matcher.is_error():
+            error = failure(matcher.get_error())
+            self.worn = self.worn or isinstance(error, LexerFailed)
+            raise error
+
+    def retire(self, error: NanoinferError) -> bool:
+        """Say that a matcher failed, perhaps by a limit; return whether one of a new lexer may not."""
+        self.worn = True
+        return isinstance(error, LexerFailed) or self._num_masks >= MIN_MASKS
+
+    def __del__(self) -> None:
+        if hasattr(self, "_freed"):
+            self._freed.add(self._num_bytes)
+
+
+class Grammar:
+    """A grammar for one vocabulary, and its lexer.
+
+    Args:
+        lark: its text, which has compiled in the checking process.
+        table: of the vocabulary.
+        vocab_size: number of tokens that may be sampled.
+        num_bytes: memory that it has when it is compiled.
+        workers: a thread that computes masks.
+        freed: is told when a lexer is freed.
+    """
+
+    def __init__(
+        self,
+        lark: str,
+        table: llguidance.LLTokenizer,
+        vocab_size: int,
+        num_bytes: int,
+        workers: Workers,
+        freed: FreedMemory,
+    ) -> None:
+        self.vocab_size, self.workers = vocab_size, workers
+        self.num_bytes = num_bytes + vocab_size + len(lark) + MAX_GROWTH
+        """Memory that it may have, at most."""
+        self._lark, self._table, self._freed = lark, table, freed
+        # A state has at most all lexemes: 9 bytes for each, of 1.5 kB or more that it takes to compile one.
+        state_bytes = 1024 + num_bytes * 6 // 1000
+        self._max_states = min(max(MAX_GROWTH // state_bytes, MIN_STATES), MAX_STATES)
+        self._lock = threading.Lock()
+        self._lexer: Lexer | None = None
+
+    def lexer(self) -> Lexer:
+        """Return the lexer that outputs use now. Raises NanoinferError if llguidance does not compile the grammar."""
+        with self._lock:
+            if self._lexer is None or self._lexer.worn:
+                self._lexer = None  # freed before the next one is made, if no output has it
+                self._lexer = self._compile()
+            return self._lexer
+
+    def release(self) -> None:
+        """Free the lexer as soon as no output uses it. If one needs it later, it is compiled again."""
+        with self._lock:
+            self._lexer = None
+
+    def _compile(self) -> Lexer:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_lexer_states=self._max_states, **LIMITS)
+        matcher = llguidance.LLMatcher(self._table, self._lark + OPTIONS, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise NanoinferError(explain(matcher.get_error()))
+        return Lexer(matcher, self.num_bytes, self._freed)
+
+
+def read_mask(matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
+    """Return the tokens that may come next, (vocab_size + 1,) bool; the last is whether the output may end here.
+
+    Raises NanoinferError if the matcher has exceeded a limit. The interpreter lock is released during the computation.
+    """
+    return unpack(read_bits(matcher))
+
+
+def read_bits(matcher: llguidance.LLMatcher) -> bytes:
+    """Return the mask of `read_mask`, one bit each."""
+    bits: bytes = matcher.compute_bitmask()
+    if not matcher.is_error():
+        return bits
+    if _UNSATISFIABLE in (error := matcher.get_error()):
+        return bytes(len(bits))
+    raise failure(error)
+
+
+def unpack(bits: bytes) -> NDArray[np.bool_]:
+    """Return a bool for each bit."""
+    return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+
+
+def failure(error: str) -> NanoinferError:
+    """Return the exception for llguidance's error message."""
+    if error.startswith(_PANIC):
+        return LexerFailed(f"the server's grammar library failed: {explain(error)}: no fault of the request")
+    return NanoinferError(explain(error))
+
+
+def explain(error: str) -> str:
+    """Return llguidance's error message on one line, without the place in the grammar that was made of a schema."""
+    if _UNSATISFIABLE in error:
+        return "no output can match it: change it"
+    first = re.sub(r"^(at )?[0-9]+\([0-9]+\): ", "", error.strip())
+    first = re.split(r"\n +[0-9]+ \| |\n<", first)[0]
+    if (row := re.search(r"row has (\d+) items; max is (\d+)", first)) is not None:
+        return (
+            f"too much may follow at one position of the output, {row[1]} items of a grammar of which {row[2]} are the"
+            " limit: use fewer alternatives or optional properties"
+        )
+    return printable(" ".join(first.split()))[:300] or "it is not supported"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.sampling.sampler import Sampled, add_logprobs
 from nanoinfer.speculative.base import Proposal
-from nanoinfer.structured.lexers import Grammar, Lexer, LexerFailed
+from nanoinfer.structured.grammars import Grammar, Lexer, LexerFailed
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.workers import Workers
 

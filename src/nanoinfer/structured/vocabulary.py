@@ -26,31 +26,19 @@ def build(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int])
     """
     import llguidance
 
+    from nanoinfer.structured.check_worker import TokenTable
+
     tokens = _bytes(tokenizer, vocab_size)
     named = special_tokens(tokenizer, vocab_size).values()
     for token_id in named:
         tokens[token_id] = b"<special_%d>" % token_id
     special = sorted({*named, *end_token_ids})
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Table([*tokens, b"<end>"], [*special, vocab_size])))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(TokenTable([*tokens, b"<end>"], [*special, vocab_size])))
 
 
 def special_tokens(tokenizer: Tokenizer, vocab_size: int) -> dict[str, int]:
     """Return text -> id of a tokenizer's special tokens. In grammars they are <special_ID>, and match no text."""
     return {text: i for i, text in tokenizer.special_tokens.items() if i < vocab_size}
-
-
-class _Table:
-    """What `llguidance.TokenizerWrapper` reads."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int]) -> None:
-        self.tokens, self.special_token_ids = tokens, special_token_ids
-        self.eos_token_id = len(tokens) - 1
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Not called: no grammar forces tokens (grammars.py)."""
-        raise NotImplementedError
 
 
 def _bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:

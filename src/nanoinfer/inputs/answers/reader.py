@@ -27,18 +27,7 @@ _WORD = re.compile(r"[\w.+-]+")
 _SPACE = re.compile(r"\s+")
 _PLACEHOLDERS = {ID: re.compile(r"[\w.:-]+"), COUNT: re.compile(r"\d+")}
 _TOKENS = re.compile(r'"[^"\s]*"?|[{}\[\],:()]|[^\s"{}\[\],:()]+')
-_PYTHON_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "a": "\a",
-    "v": "\v",
-    "0": "\0",
-    "\n": "",
-    "'": "'",
-}
+_PYTHON_ESCAPES = dict(zip("ntrbfav0'", "\n\t\r\b\f\a\v\0'", strict=True)) | {"\n": ""}
 _QUOTES = {"json": "\"'", "python": "\"'", "gemma": "<"}
 _BARE_KEY = {colon: re.compile(rf"[^\s{colon},()\[\]{{}}\"]+") for colon in ":="}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
