@@ -24,7 +24,7 @@ from nanoinfer.inputs.answers.format import AnswerFormat, detect
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
-from nanoinfer.inputs.tools import Tool, as_choice, as_tools
+from nanoinfer.inputs.messages import Tool, as_choice, as_tools
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured import grammars
 from nanoinfer.structured.vocabulary import special_tokens

@@ -24,7 +24,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.entrypoints.conversation import Conversation
-from nanoinfer.inputs.tools import as_tools
+from nanoinfer.inputs.messages import as_tools
 from nanoinfer.kv.plan import kv_block_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -19,7 +19,7 @@ from nanoinfer.checkpoints.load import load_model
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 
 PROPERTIES = {"n": {"type": "integer"}, "s": {"type": "string"}, "on": {"type": ["boolean", "null"]}}

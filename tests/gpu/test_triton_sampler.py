@@ -30,7 +30,7 @@ from helpers.samplers import agree as with_the_reference
 from nanoinfer.errors import missing_extra
 from nanoinfer.sampling import flashinfer, sampler
 from nanoinfer.sampling import triton as triton_sampler
-from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.rng import uniform_reference
 from nanoinfer.sampling.triton import Sample, TritonSampler
 from nanoinfer.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from nanoinfer.inputs.answers.format import (
     STRING_MARK,
     AnswerFormat,
 )  # fmt: skip
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 
 THINK = {"reasoning_start": "<think>", "reasoning_end": "</think>"}
 FORMATS = {

@@ -15,7 +15,7 @@ from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.inputs.answers.format import HARMONY, JSON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import ChatMessage
 from nanoinfer.structured.check_worker import byte_tokens
 

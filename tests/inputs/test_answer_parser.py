@@ -16,7 +16,7 @@ from helpers.answers import FORMATS, tool, write
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.reader import Markers
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
 
 GET = tool("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {}}, ["city"])

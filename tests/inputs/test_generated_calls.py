@@ -26,7 +26,7 @@ from helpers.chat import chat_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import CompletionOutput
 
 NUM_CALLS = int(os.environ.get("NANOINFER_TEST_CALLS", "30"))

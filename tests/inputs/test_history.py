@@ -10,7 +10,7 @@ from helpers.answers import TEMPLATES, template
 from helpers.chat_templates import TEMPLATES as FAMILIES
 from helpers.errors import refuses
 from nanoinfer.inputs.answers.format import detect
-from nanoinfer.inputs.history import History
+from nanoinfer.inputs.chat import History
 from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 

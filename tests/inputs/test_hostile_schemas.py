@@ -14,7 +14,7 @@ from helpers.answers import FORMATS
 from helpers.errors import refuses
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.lark import ANY_OBJECT, MAX_CHARS, LenientTools
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.structured import schemas
 from nanoinfer.structured.check_worker import byte_tokens
 

@@ -12,7 +12,7 @@ from helpers.errors import refuses
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, MAX_PIECE, detect
 from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate, ResponseTemplateParser
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.tokenizers import chat_template
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 

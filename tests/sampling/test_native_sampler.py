@@ -21,7 +21,7 @@ from helpers.samplers import CONTROLS, GPT2_V, LOGITS, agree, make_logits, make_
 from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import native, sampler
-from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native extension is not built")

@@ -16,7 +16,7 @@ from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import shapes
 from nanoinfer.roofline.formats import FORMATS, int4
-from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
 

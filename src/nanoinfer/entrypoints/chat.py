@@ -24,8 +24,7 @@ from nanoinfer.inputs.answers.lark import ANY_OBJECT
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
-from nanoinfer.inputs.messages import Message
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Message, Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request

@@ -1,27 +1,33 @@
-"""The native sampler (kernels/cpu/sampler.cpp): the reference's tokens without its sort.
+"""The native sampler (kernels/cpu/sampler.cpp): the reference's tokens without its sort; the choice of a sampler.
 
 One call samples all rows, with float32 passes over the logits and float64 for the values that decide. `sample` has the
 signature, the results and the errors of the reference `sampler.sample`; tests/sampling/test_native_sampler.py
 compares the two.
 
 Covered: float32 logits on the CPU, all sampling parameters. Not covered: other devices and dtypes, and installations
-without the native extension (NANOINFER_NO_NATIVE=1), for which choose.py returns another sampler.
+without the native extension (NANOINFER_NO_NATIVE=1), for which `choose_sampler` returns another one.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.config import SAMPLERS
+from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling.sampler import Sampled, SamplerRow
+from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow
 from nanoinfer.utils.arrays import Array, to_numpy
+from nanoinfer.utils.checks import require_choice
+
+log = logging.getLogger("nanoinfer")
 
 try:
     _native: Any = importlib.import_module("nanoinfer._native")
@@ -86,3 +92,40 @@ def _options(row: SamplerRow, V: int) -> Any:
         frequency_penalty=p.frequency_penalty,
         **given,
     )
+
+
+def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
+    """Return the sampler for logits on `device`.
+
+    Args:
+        device: device of the logits: cpu, cuda:0.
+        prefer: "auto" (the native sampler on a CPU, the fused one on CUDA, the reference if those are unavailable),
+            "reference", or "flashinfer" (FlashInfer's kernels, whose tokens differ from the reference's).
+
+    Raises:
+        NanoinferError: prefer is none of these, or the sampler is not available.
+    """
+    require_choice("sampler", prefer, SAMPLERS)
+    if prefer == "flashinfer":
+        if device == "cpu":
+            raise NanoinferError(
+                "sampler='flashinfer' cannot run: the logits are on cpu, but it needs a CUDA device: use sampler=auto"
+            )
+        from nanoinfer.sampling import flashinfer
+
+        return flashinfer.choose(device)
+    if prefer == "reference":
+        why_not: str | None = "requested"
+    elif device != "cpu":
+        from nanoinfer.sampling import triton
+
+        if (why_not := triton.why_unavailable()) is None:
+            log.debug("sampler: fused (the logits are on %s)", device)
+            return triton.Sample()
+    elif not available():
+        why_not = "built without the native extension"
+    else:
+        log.debug("sampler: native")
+        return sample
+    log.debug("sampler: reference (%s)", why_not)
+    return reference.sample

@@ -23,7 +23,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import num_parameters
-from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.speculative import draft_head
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter

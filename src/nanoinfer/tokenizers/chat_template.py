@@ -42,7 +42,7 @@ class ChatTemplate:
             raise NanoinferError(f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE}")
         self.source = source
         self.special_tokens = dict(special_tokens or {})
-        self.shown: dict[Any, bool] = {}  # what it shows of some messages, kept for `inputs.history`
+        self.shown: dict[Any, bool] = {}  # what it shows of some messages, kept for `inputs.chat`
         setup = {"template": source, "max_output": MAX_OUTPUT, "memory_bytes": MEMORY_BYTES, "cpu_sec": CPU_SEC}
         self._worker = LimitedProcess(_WORKER, ("jinja2", "markupsafe"), setup, "the chat template cannot be rendered")
 

@@ -35,7 +35,7 @@ from itertools import takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils.limited_process import LimitExceeded
 

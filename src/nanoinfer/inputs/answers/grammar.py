@@ -21,7 +21,7 @@ from nanoinfer.errors import NanoinferError, about
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lark import Arguments, Lark, own, regex
 from nanoinfer.inputs.answers.parser import AnswerParser
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from nanoinfer.structured.grammars import to_text
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, STRING_MARK, AnswerFormat
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS
 from nanoinfer.structured import schemas
 from nanoinfer.utils.checks import show

@@ -24,7 +24,7 @@ from functools import partial
 
 from nanoinfer.inputs.answers.format import PLACEHOLDER, AnswerFormat
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, MessageBuilder, Reader, Values, Waiting, to_json
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured.schemas import types_of
 

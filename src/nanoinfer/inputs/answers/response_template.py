@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.reader import MessageBuilder, to_json
-from nanoinfer.inputs.tools import Tool
+from nanoinfer.inputs.messages import Tool
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured.schemas import types_of
