@@ -26,7 +26,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.utils.checks import require_choice, require_float, require_int
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice
 from nanoinfer.utils.files import require_writable, write_atomically
 from nanoinfer.utils.progress import ProgressBar
 
@@ -69,11 +69,11 @@ class Plan:
     """Prompts: uniform (random tokens), mixed, prefix, arrival, text or copy."""
     text: Path | None = None
     """Text file for the prompts of text and copy (default: the model generates them)."""
-    rounds: int | None = None
+    rounds: int | None = bounded(None, 1, 1000)
     """Timed runs of each case (default: that of the suite)."""
     quick: bool = False
     """Fewer and smaller cases, one round (suite gpu: only fewer cases)."""
-    minutes: float | None = None
+    minutes: float | None = bounded(None, 0.01, 10_000)
     """Start no case after this many minutes; --resume continues."""
     output: Path | None = None
     """Write the JSON document here, after each shape."""
@@ -98,10 +98,7 @@ class Plan:
             name, equals, path = entry.partition("=")
             if name not in PEERS or not equals or not Path(path).is_file():
                 raise NanoinferError(f"--peer-python {entry}: give NAME=PATH, a peer ({', '.join(PEERS)}) and a file")
-        if self.rounds is not None:
-            require_int("rounds", self.rounds, 1, 1000)
-        if self.minutes is not None:
-            require_float("minutes", self.minutes, 0.01, 10_000)
+        keep_fields(self)
         if len({self.model_of(name) for name in self.suite}) > 1:
             raise NanoinferError("--suite speculative has its own model: run it apart from others, or give --model")
         if self.text is not None and not self.text.is_file():

@@ -13,7 +13,7 @@ from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
 from nanoinfer.roofline.measure import DEVICES, MEASURE, find_device
 from nanoinfer.roofline.predict import MAX_SPECULATE_K, Setting, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_model
-from nanoinfer.utils.checks import require_choice, require_float, require_int
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
@@ -25,31 +25,25 @@ class Question:
 
     device: str = MEASURE
     """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine, its caches included)."""
-    batch: int = 1
+    batch: int = bounded(1, 1, MAX_BATCH)
     """Sequences per step (B)."""
-    context: int | None = None
+    context: int | None = bounded(None, 1)
     """Tokens that the newest token attends to, including itself (N; default: the model's context length)."""
     dtype: str = "auto"
     """Format of the weights: float32, bfloat16, float16, int8, int4, or one of GGUF files (Q4_K); auto is that of the
     file, or the usual one on the device."""
     draft: str | None = None
     """Draft model for speculative decoding."""
-    acceptance: float | None = None
+    acceptance: float | None = bounded(None, 0.0, 1.0)
     """Probability that a draft token is accepted (default: a table of several)."""
-    new_tokens: int | None = None
+    new_tokens: int | None = bounded(None, 1)
     """Tokens to generate in the comparison with and without a KV cache (default: half of context)."""
 
     def __post_init__(self) -> None:
-        require_int("batch", self.batch, 1, MAX_BATCH)
-        if self.context is not None:
-            require_int("context", self.context, 1)
-        if self.new_tokens is not None:
-            require_int("new_tokens", self.new_tokens, 1)
+        keep_fields(self)
         require_choice("dtype", self.dtype, ("auto", *FORMATS))
-        if self.acceptance is not None:
-            require_float("acceptance", self.acceptance, 0.0, 1.0)
-            if self.draft is None:
-                raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
+        if self.acceptance is not None and self.draft is None:
+            raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
 
 
 def answer(model: str, question: Question, local_device: str = "cpu") -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_float, show
+
+MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -24,53 +26,53 @@ class TrainConfig:
     """scratch, or a model whose weights and tokenizer to start from."""
     distill: str | None = None
     """Target model: train on its probabilities, on the data and on sequences that it generates."""
-    distill_tokens: int = 1_000_000
+    distill_tokens: int = bounded(1_000_000, 1, MAX_INT)
     """Tokens that the target model generates, half of them greedily."""
     draft_head: str | None = None
     """Target model: train a draft head for it, on the data and on sequences that it generates."""
-    head_hidden: int = 1024
+    head_hidden: int = bounded(1024, 1, MAX_INT)
     """Width of a draft head's hidden layer."""
     tokenizer: str = "char"
     """char, bpe (a new byte-level BPE) or a model's; init, distill and draft_head use that of their model."""
-    vocab_size: int = 2048
+    vocab_size: int = bounded(2048, 256, 1 << 20)
     """Vocabulary size of a new byte-level BPE."""
-    n_layer: int = 4
+    n_layer: int = bounded(4, 1, MAX_INT)
     """Number of transformer blocks."""
-    n_head: int = 4
+    n_head: int = bounded(4, 1, MAX_INT)
     """Attention heads per block."""
-    n_embd: int = 128
+    n_embd: int = bounded(128, 1, MAX_INT)
     """Width of the residual stream."""
-    block_size: int = 64
+    block_size: int = bounded(64, 1, MAX_INT)
     """Context length; with init, at most that of the model."""
     bias: bool = True
     """Whether linear layers and layer norms have biases."""
     dropout: float = 0.0
     """Dropout probability of embeddings and residuals."""
-    batch_size: int = 12
+    batch_size: int = bounded(12, 1, MAX_INT)
     """Windows of block_size tokens per step."""
-    max_steps: int = 2000
+    max_steps: int = bounded(2000, 1, MAX_INT)
     """Number of training steps."""
-    learning_rate: float = 1e-3
+    learning_rate: float = bounded(1e-3, 0.0, 1e3, low_open=True)
     """Peak learning rate."""
     min_learning_rate: float = 1e-4
     """Learning rate at the end of the cosine schedule."""
-    warmup_steps: int = 100
+    warmup_steps: int = bounded(100, 0, MAX_INT)
     """Steps of linear warmup."""
-    weight_decay: float = 0.1
+    weight_decay: float = bounded(0.1, 0.0, 1e3)
     """Weight decay of matrices and embeddings; biases and norms have none."""
     beta1: float = 0.9
     """Adam's first-moment decay."""
     beta2: float = 0.99
     """Adam's second-moment decay."""
-    grad_clip: float = 1.0
+    grad_clip: float = bounded(1.0, 0.0, 1e6, low_open=True)
     """Maximum norm of the gradient."""
-    eval_interval: int = 250
+    eval_interval: int = bounded(250, 1, MAX_INT)
     """Steps between validations; each saves the state for --resume."""
-    eval_tokens: int = 200_000
+    eval_tokens: int = bounded(200_000, 1, MAX_INT)
     """Validation tokens scored each time, spread evenly over the held-out text."""
     val_fraction: float = 0.1
     """Fraction of the text, at its end, held out for validation."""
-    seed: int = 1337
+    seed: int = bounded(1337, 0, MAX_INT)
     """Seed of weights, batches and dropout."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto (cuda if available)."""
@@ -84,21 +86,12 @@ class TrainConfig:
             raise NanoinferError(f"data={show(self.data)} is not a tuple of text files")
         if not self.data:
             raise NanoinferError("data is empty: give at least one text file")
-        ints = "distill_tokens head_hidden n_layer n_head n_embd block_size batch_size max_steps eval_interval"
-        for name in (*ints.split(), "eval_tokens"):
-            require_int(name, getattr(self, name), 1, 2**31 - 1)
+        keep_fields(self)
         if self.draft_head is not None and (self.distill is not None or self.init != "scratch"):
             raise NanoinferError(f"draft_head={self.draft_head!r} trains a head from scratch: remove distill and init")
-        require_int("vocab_size", self.vocab_size, 256, 1 << 20)
-        require_int("warmup_steps", self.warmup_steps, 0, 2**31 - 1)
-        require_int("seed", self.seed, 0, 2**31 - 1)
-        require_bool("bias", self.bias)
         require_float("dropout", self.dropout, 0.0, 1.0, high_open=True)
         require_float("val_fraction", self.val_fraction, 0.0, 1.0, low_open=True, high_open=True)
-        require_float("learning_rate", self.learning_rate, 0.0, 1e3, low_open=True)
         require_float("min_learning_rate", self.min_learning_rate, 0.0, self.learning_rate)
-        require_float("weight_decay", self.weight_decay, 0.0, 1e3)
-        require_float("grad_clip", self.grad_clip, 0.0, 1e6, low_open=True)
         for name in ("beta1", "beta2"):
             require_float(name, getattr(self, name), 0.0, 1.0, high_open=True)
         require_choice("autocast", self.autocast, ("float32", "bfloat16"))
