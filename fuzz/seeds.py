@@ -18,7 +18,7 @@ import tokenizers as hf
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.stats import Figures
-from nanoinfer.checkpoints import huggingface, nanochat
+from nanoinfer.checkpoints import huggingface, nanogpt
 from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.gpt import GPT
@@ -140,7 +140,7 @@ def make_tiktoken() -> list[bytes]:
     tokens = [*(bytes([i]) for i in range(256)), b"ab", b"abc", b"  "]
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {"<|bos|>": len(ranks), "<|assistant_end|>": len(ranks) + 1}
-    made = tiktoken.Encoding("rustbpe", pat_str=nanochat.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    made = tiktoken.Encoding("rustbpe", pat_str=nanogpt.PATTERN, mergeable_ranks=ranks, special_tokens=special)
     return [pickle.dumps(made, protocol) for protocol in (3, 4)]
 
 

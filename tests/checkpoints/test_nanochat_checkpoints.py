@@ -20,7 +20,7 @@ from helpers.evil_pickle import Evil
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import load_model, load_tokenizer
-from nanoinfer.checkpoints.nanochat import MAX_TOKENIZER_BYTES, find
+from nanoinfer.checkpoints.nanogpt import MAX_TOKENIZER_BYTES, find_nanochat
 from nanoinfer.roofline.shapes import find_shape
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode, to_json
 
@@ -165,12 +165,12 @@ def test_the_last_step_of_a_folder_is_taken(tmp_path: Path) -> None:
     for step in (650, 70, 1000000):
         write(tmp_path, step=step)
     (tmp_path / "model_9999999_rank0.pt").write_bytes(b"")
-    assert find(tmp_path) == tmp_path / "model_1000000.pt"
-    assert find(tmp_path / "model_000070.pt") == tmp_path / "model_000070.pt"
-    assert find(tmp_path / "optim_000070.pt") is None
+    assert find_nanochat(tmp_path) == tmp_path / "model_1000000.pt"
+    assert find_nanochat(tmp_path / "model_000070.pt") == tmp_path / "model_000070.pt"
+    assert find_nanochat(tmp_path / "optim_000070.pt") is None
     assert find_shape(str(tmp_path)).n_kv_head == 2
     (tmp_path / "config.json").write_text("{}")  # a folder of transformers that also has nanochat's files
-    assert find(tmp_path) is None
+    assert find_nanochat(tmp_path) is None
 
 
 # What is refused -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from helpers.chat import chat_folder
 from helpers.response_templates import CALL, TEMPLATES, random_answer, random_pieces
 from nanoinfer import LLM
-from nanoinfer.checkpoints import chat_files
+from nanoinfer.checkpoints import tokenizer_files
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
@@ -390,9 +390,9 @@ def test_a_model_has_the_template_of_its_folder(tmp_path: Path, caplog: pytest.L
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": TEMPLATES["json"]}))
     loaded = load_model(str(folder))
     assert loaded.response_template == TEMPLATES["json"]
-    for name, content in chat_files.to_files(None, {}, {}, loaded.response_template).items():
+    for name, content in tokenizer_files.to_files(None, {}, {}, loaded.response_template).items():
         (tmp_path / name).write_bytes(content)
-    assert chat_files.response_template(tmp_path) == TEMPLATES["json"]
+    assert tokenizer_files.response_template(tmp_path) == TEMPLATES["json"]
 
 
 def test_fields_that_are_no_part_of_a_message_are_named(caplog: pytest.LogCaptureFixture) -> None:

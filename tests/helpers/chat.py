@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers as hf
 from helpers.chat_templates import CHATML
 from helpers.models import make_weights
-from nanoinfer.checkpoints import hf_config, huggingface
+from nanoinfer.checkpoints import huggingface
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 CONFIG = {
@@ -43,7 +43,7 @@ def chat_folder(path: Path, template: str | None = CHATML, **config: object) -> 
     path.mkdir(parents=True, exist_ok=True)
     vocab_size = hf.Tokenizer.from_str(tokenizer_json()).get_vocab_size()
     (path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size} | config))
-    weights = make_weights(hf_config.read(path / "config.json"), std=0.4)
+    weights = make_weights(huggingface.read_config(path / "config.json"), std=0.4)
     huggingface.save(weights, path, tokenizer_json())
     tokens = {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": None, "pad_token": "<pad>"}
     (path / "tokenizer_config.json").write_text(json.dumps(tokens | ({"chat_template": template} if template else {})))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.families import CASES, make_config
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.config import ModelConfig
 
 SIZES = {
@@ -26,7 +26,7 @@ SIZES = {
 def config_of(case: str, folder: Path) -> ModelConfig:
     """Return the config of a case, without making its weights."""
     make_config(case).save_pretrained(folder)
-    return hf_config.read(folder / "config.json")
+    return huggingface.read_config(folder / "config.json")
 
 
 def describe(name: str, value: Any, default: Any) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.errors import refuses
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families import FAMILIES
@@ -36,7 +36,7 @@ GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "m
 def read(folder: Path, model_type: str, **fields: Any) -> ModelConfig:
     shape = {} if model_type in OWN_NAMES else SHAPE | OWN.get(model_type, {})
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **shape, **fields}))
-    return hf_config.read(folder / "config.json")
+    return huggingface.read_config(folder / "config.json")
 
 
 def rotary(config: ModelConfig) -> Rotary:
@@ -45,7 +45,7 @@ def rotary(config: ModelConfig) -> Rotary:
     return found
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *hf_config.ALIASES])
+@pytest.mark.parametrize("model_type", [*FAMILIES, *huggingface.ALIASES])
 def test_a_missing_field_has_the_default_of_transformers(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_missing_field_has_the_default_of_transformers(
     full = transformers.AutoConfig.for_model(model_type, **shape, **special).to_dict()
     (tmp_path / "full.json").write_text(json.dumps(full))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **shape, **special}))
-    found, expected = (hf_config.read(tmp_path / name) for name in ("config.json", "full.json"))
+    found, expected = (huggingface.read_config(tmp_path / name) for name in ("config.json", "full.json"))
     assert replace(found, head_size=found.head_dim, num_kv_heads=found.n_kv_head) == replace(
         expected, head_size=expected.head_dim, num_kv_heads=expected.n_kv_head
     )
@@ -70,8 +70,8 @@ def test_a_missing_field_has_the_default_of_transformers(
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_written_config_reads_as_the_same(model_type: str, tmp_path: Path) -> None:
     config = read(tmp_path, model_type, bos_token_id=1, eos_token_id=[2, 3])
-    (tmp_path / "config.json").write_text(json.dumps(hf_config.to_dict(config, "float32")))
-    assert hf_config.read(tmp_path / "config.json") == config
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_to_dict(config, "float32")))
+    assert huggingface.read_config(tmp_path / "config.json") == config
     assert config.family == model_type
 
 
@@ -95,7 +95,7 @@ def test_the_end_tokens_of_a_text_config_and_of_the_whole_are_kept(
             | ({} if whole is ... else {"eos_token_id": whole})
         )
     )
-    assert hf_config.read(tmp_path / "config.json").eos_token_ids == expected
+    assert huggingface.read_config(tmp_path / "config.json").eos_token_ids == expected
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
@@ -128,10 +128,14 @@ def test_the_layers_of_gemma3_have_their_own_rotary_parameters(tmp_path: Path) -
 
 def test_a_gemma3_without_windows_is_written_without_one(tmp_path: Path) -> None:
     config = read(tmp_path, "gemma3_text", layer_types=["full_attention"] * 4)
-    written = hf_config.to_dict(config, "float32")
+    written = huggingface.config_to_dict(config, "float32")
     assert "sliding_window" not in written
     (tmp_path / "config.json").write_text(json.dumps(written))
-    assert hf_config.read(tmp_path / "config.json").layers == config.layers == (LayerKind(None, Rotary(256, 1e6)),) * 4
+    assert (
+        huggingface.read_config(tmp_path / "config.json").layers
+        == config.layers
+        == (LayerKind(None, Rotary(256, 1e6)),) * 4
+    )
 
 
 def test_older_names_of_rotary_embeddings(tmp_path: Path) -> None:
@@ -350,7 +354,7 @@ ODD = [
 @pytest.mark.slow_if(lambda model_type: model_type not in ("gemma3_text", "smollm3", "gpt_neox"))
 def test_an_odd_value_of_any_field_is_read_or_an_error_of_one_line(model_type: str, tmp_path: Path) -> None:
     family = FAMILIES[model_type]
-    fields = {*hf_config.to_dict(read(tmp_path, model_type), "float32"), *family.biases, *family.only, *ALWAYS}
+    fields = {*huggingface.config_to_dict(read(tmp_path, model_type), "float32"), *family.biases, *family.only, *ALWAYS}
     for name in sorted(fields - {"model_type"}):
         for value in ODD:
             message = ""

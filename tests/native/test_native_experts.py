@@ -11,7 +11,7 @@ import torch
 
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import all_logits, engine_of
-from nanoinfer.checkpoints import hf_config, packed
+from nanoinfer.checkpoints import huggingface, packed
 from nanoinfer.config import EngineConfig, EngineLimits, Experts, LayerKind, ModelConfig
 from nanoinfer.engines import native
 from nanoinfer.engines.base import StepBatch
@@ -71,7 +71,7 @@ def test_a_packed_folder_gives_the_same_bits(
 ) -> None:
     """In 4 bits the experts have formats of GGUF files; routers are float32 in every folder."""
     weights = make_weights(SHAPES[shape])
-    monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
+    monkeypatch.setattr(huggingface, "read_config", lambda path: weights.config)  # no family has all of this
     packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
     mapped = packed.open_folder(tmp_path / "packed")
     expected = all_logits(engine_of(weights, quantization=quantization), TOKENS)

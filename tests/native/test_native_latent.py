@@ -13,7 +13,7 @@ from helpers import families
 from helpers.gguf_files import as_q8_0, convert
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import all_logits, engine_of
-from nanoinfer.checkpoints import hf_config, packed
+from nanoinfer.checkpoints import huggingface, packed
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
@@ -59,8 +59,8 @@ def test_a_packed_folder_gives_the_same_bits(
     quantization: str | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = make_weights(SHAPES[name])
-    monkeypatch.setattr(hf_config, "read", lambda path: weights.config)  # no family has all of this
-    monkeypatch.setattr(hf_config, "to_dict", lambda config, dtype: {})
+    monkeypatch.setattr(huggingface, "read_config", lambda path: weights.config)  # no family has all of this
+    monkeypatch.setattr(huggingface, "config_to_dict", lambda config, dtype: {})
     packed.write_folder(weights, tmp_path / "packed", quantization or "float32", None, threads=1)
     expected = all_logits(engine_of(weights, quantization=quantization), TOKENS)
     assert np.array_equal(all_logits(engine_of(packed.open_folder(tmp_path / "packed")), TOKENS), expected)

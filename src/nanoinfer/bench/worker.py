@@ -33,7 +33,7 @@ from nanoinfer.bench.backends import EXPORTED, open_backend, prepare
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.model_folders import read_passages
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.utils.environment import waited_seconds
 from nanoinfer.utils.files import reason
@@ -61,7 +61,7 @@ class Worker:
 
     def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)
-        self._vocab_size = hf_config.read(folder / "config.json").vocab_size
+        self._vocab_size = huggingface.read_config(folder / "config.json").vocab_size
         self._passages = read_passages(folder)
         self._backend = open_backend(case, folder)
 

@@ -16,13 +16,13 @@ import logging
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 from urllib.parse import urlsplit
 
-from nanoinfer.checkpoints import chat_files, huggingface
+from nanoinfer.checkpoints import huggingface, tokenizer_files
 from nanoinfer.checkpoints.gguf.file import PART
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import pooling
@@ -32,7 +32,6 @@ from nanoinfer.utils.files import escaped, reason
 from nanoinfer.utils.progress import ProgressBar
 
 log = logging.getLogger("nanoinfer")
-_Result = TypeVar("_Result")
 
 SCHEME = "hf://"
 _PLAIN = r"\w[\w.-]*"
@@ -43,21 +42,10 @@ _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0")  # if the name gives
 _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9_])(?:(?:I?Q|TQ)\d\w*|MXFP4\w*|BF16|F16|F32)(?![A-Za-z0-9_])", re.IGNORECASE)
 _NO_MODELS = ("mmproj", "imatrix")  # GGUF files of other things begin with these
 _FOLDER_FILES = [
-    "config.json",
-    huggingface.ADAPTER,
-    "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "tekken.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    *chat_files.FILES,
-    *pooling.FILES,
-]
+    "config.json", huggingface.ADAPTER, "generation_config.json", "*.safetensors", "model.safetensors.index.json",
+    "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tekken.json", "tokenizer.model",
+    "tiktoken.model", *tokenizer_files.CHAT_FILES, *pooling.FILES,
+]  # fmt: skip
 
 
 def find(name: str) -> Path | None:
@@ -117,12 +105,9 @@ def _default(repo_id: str, groups: dict[str, list[str]]) -> str:
             break
     else:
         chosen = next(iter(groups))
+    what = escaped(chosen)
     log.warning(
-        "%s has %d GGUF files: using %s; to use another, give %s:QUANTIZATION",
-        repo_id,
-        len(groups),
-        escaped(chosen),
-        repo_id,
+        "%s has %d GGUF files: using %s; to use another, give %s:QUANTIZATION", repo_id, len(groups), what, repo_id
     )
     return chosen
 
@@ -145,10 +130,11 @@ def _parts_of(repo_id: str, file: str) -> list[str]:
     return group_files(_list(repo_id)).get(PART.sub(".gguf", file), [file])
 
 
-def _reach(repo_id: str, request: Callable[[], _Result]) -> _Result:
-    """Return the result of a request to the Hub or its cache."""
+@contextmanager
+def _reaching(repo_id: str) -> Iterator[None]:
+    """Explain what a request to the Hub or its cache raises."""
     try:
-        return request()
+        yield
     except NanoinferError:
         raise
     except Exception as e:  # of many types: HTTP, DNS, cache, permission, no such module
@@ -161,8 +147,7 @@ def _reach(repo_id: str, request: Callable[[], _Result]) -> _Result:
 
 def _folder(repo_id: str) -> Path:
     """Return the local folder of a repository, with the files of a model in the Hugging Face layout."""
-
-    def request() -> Path:
+    with _reaching(repo_id):
         import huggingface_hub
 
         folder = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_FOLDER_FILES))
@@ -170,13 +155,10 @@ def _folder(repo_id: str) -> Path:
             huggingface_hub.snapshot_download(repo_id, allow_patterns=[huggingface.PICKLED])  # into the same folder
         return folder
 
-    return _reach(repo_id, request)
-
 
 def _list(repo_id: str) -> list[str]:
     """Return the paths of a repository's files; of those in the cache if the Hub cannot be reached."""
-
-    def request() -> list[str]:
+    with _reaching(repo_id):
         import huggingface_hub
 
         try:  # list_repo_files would wait and ask again for 20 seconds where there is no network
@@ -185,8 +167,6 @@ def _list(repo_id: str) -> list[str]:
             if not (cached := _cached_files(repo_id)):
                 raise
             return cached
-
-    return _reach(repo_id, request)
 
 
 def _storage(repo_id: str) -> Path:
@@ -214,8 +194,9 @@ def _download(repo_id: str, files: Sequence[str]) -> Path:
     if (part := PART.search(files[0])) and len(files) != (count := int(part[2])):
         what = f"{len(files)} of the {count} parts of {show(files[0])}"
         raise NanoinferError(f"model {repo_id} has {what}: give another file")
-    paths = _reach(repo_id, lambda: [_file(repo_id, file) for file in files])
-    return paths[0]
+    with _reaching(repo_id):
+        paths = [_file(repo_id, file) for file in files]
+        return paths[0]
 
 
 def _file(repo_id: str, file: str) -> Path:

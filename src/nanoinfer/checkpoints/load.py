@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checkpoints import chat_files, hub, huggingface, nanochat, nanogpt, packed, tokenizer_files
+from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed, tokenizer_files
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.file import MAGIC
@@ -36,7 +36,6 @@ from nanoinfer.utils.checks import require_int, show
 from nanoinfer.utils.files import escaped, first_bytes
 
 if TYPE_CHECKING:
-    from nanoinfer.checkpoints.gguf.file import Value
     from nanoinfer.models.gpt import GPT
     from nanoinfer.tokenizers.tokenizer import Tokenizer
 
@@ -54,7 +53,7 @@ class LoadedModel:
     name: str
     weights: Weights
     config: ModelConfig
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None = None
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
     chat_template: str | None = None
@@ -122,40 +121,88 @@ def load_model(
     name, path = str(name), _model_place(name)
     if not path.exists() and not name.startswith("random:"):
         path = _from_hub(name)
-    dataset, metadata, checkpoint = None, None, None
-    if name.startswith("random:"):
-        weights = _random(name, dtype, seed)
-    elif is_gguf(path):
-        weights, metadata = gguf.open_file(path, dtype)
-    elif (checkpoint := nanochat.find(path)) is not None:
-        path, weights = checkpoint, nanochat.open_checkpoint(checkpoint, dtype)
-    elif path.exists() and not path.is_dir():
-        weights, dataset = nanogpt.open_checkpoint(path, dtype)
-    else:
-        weights = open_weights(path, dtype)
-    weights = weights.shortened(max_model_len)
-    config = weights.config
-    loaded = LoadedModel(name, weights, config, None)
-    del weights  # see LoadedModel.take
+    opener = next(opener for applies, opener in _FORMATS if applies(name, path))
+    loaded, own_tokenizer = opener(name, path, dtype, seed)
+    loaded.weights = loaded.weights.shortened(max_model_len)
+    loaded.config = loaded.weights.config
     try:
-        if tokenizer:
-            loaded.tokenizer = load_tokenizer(tokenizer, config.vocab_size)
-        elif metadata is not None:
-            loaded.tokenizer = gguf_tokenizer.read_tokenizer(metadata, escaped(path))
-        else:
-            loaded.tokenizer = _own_tokenizer(name, path, config, dataset)
+        loaded.tokenizer = load_tokenizer(tokenizer, loaded.config.vocab_size) if tokenizer else own_tokenizer()
     except NanoinferError as e:
         if tokenizer:
             raise
         loaded.no_tokenizer_reason = str(e)  # token ids still work; text raises this message
     if loaded.tokenizer is not None:
-        _check_vocabulary(loaded.tokenizer, config, name)
-    if checkpoint is not None and loaded.tokenizer is not None:
-        loaded.weights, loaded.chat_template = nanochat.with_special_tokens(loaded.weights, loaded.tokenizer)
-        loaded.config = loaded.weights.config
-    else:
-        _read_defaults(loaded, path, metadata)
+        _check_vocabulary(loaded.tokenizer, loaded.config, name)
+        if opener is _open_nanochat:
+            loaded.weights, loaded.chat_template = nanogpt.with_special_tokens(loaded.weights, loaded.tokenizer)
+            loaded.config = loaded.weights.config
     return loaded
+
+
+_Opened = tuple[LoadedModel, Callable[[], "Tokenizer"]]
+"""A model without its tokenizer, and what reads that; it raises NanoinferError if there is none."""
+
+
+def _open_random(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    preset = name.removeprefix("random:")
+    if preset not in PRESETS:
+        raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
+    config = PRESETS[preset]
+    weights = Weights(config, dtype, lambda: initialize(config, seed))
+    return LoadedModel(name, weights, config), lambda: _tokenizer_of(name, config)
+
+
+def _open_gguf(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    weights, metadata = gguf.open_file(path, dtype)
+    loaded = LoadedModel(
+        name,
+        weights,
+        weights.config,
+        chat_template=gguf_tokenizer.chat_template(metadata),
+        tool_template=gguf_tokenizer.chat_template(metadata, gguf_tokenizer.TOOL_TEMPLATE),
+        special_tokens=gguf_tokenizer.special_tokens(metadata),
+        pooling=pooling.of_gguf(metadata),
+    )
+    return loaded, lambda: gguf_tokenizer.read_tokenizer(metadata, escaped(path))
+
+
+def _open_nanochat(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    checkpoint = nanogpt.find_nanochat(path)
+    assert checkpoint is not None
+    weights, own = nanogpt.open_nanochat(checkpoint, dtype), nanogpt.find_tokenizer(checkpoint)
+    config = weights.config
+    read = lambda: nanogpt.load_nanochat_tokenizer(own) if own else _tokenizer_of(name, config, checkpoint.parent)  # noqa: E731
+    return LoadedModel(name, weights, config), read
+
+
+def _open_nanogpt(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    weights, dataset = nanogpt.open_checkpoint(path, dtype)
+    config, meta = weights.config, nanogpt.find_meta(path, dataset)
+    read = lambda: nanogpt.load_meta(meta) if meta else _tokenizer_of(name, config, path.parent)  # noqa: E731
+    return LoadedModel(name, weights, config), read
+
+
+def _open_folder(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    weights = open_weights(path, dtype)
+    config, loaded = weights.config, LoadedModel(name, weights, weights.config, pooling=pooling.read(path))
+    loaded.sampling_defaults = tokenizer_files.sampling_defaults(path)
+    try:
+        loaded.response_template = tokenizer_files.response_template(path)
+        loaded.chat_template, loaded.special_tokens = tokenizer_files.read_chat_template(path)
+        loaded.tool_template = tokenizer_files.tool_template(path)
+    except NanoinferError as e:
+        loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
+    return loaded, lambda: _tokenizer_of(name, config, path)
+
+
+_FORMATS: tuple[tuple[Callable[[str, Path], object], Callable[[str, Path, str, int], _Opened]], ...] = (
+    (lambda name, path: name.startswith("random:"), _open_random),
+    (lambda name, path: is_gguf(path), _open_gguf),
+    (lambda name, path: nanogpt.find_nanochat(path), _open_nanochat),
+    (lambda name, path: path.exists() and not path.is_dir(), _open_nanogpt),
+    (lambda name, path: True, _open_folder),
+)
+"""Whether a name or path is of a format, and what opens it; the first that applies does."""
 
 
 def open_weights(path: Path, dtype: str = "float32") -> Weights:
@@ -167,24 +214,6 @@ def open_weights(path: Path, dtype: str = "float32") -> Weights:
     if is_gguf(path):
         return gguf.open_file(path, dtype)[0]
     return packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
-
-
-def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
-    """Set what a GGUF file or a folder says of chats, embeddings and sampling."""
-    if metadata is not None:
-        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
-        loaded.tool_template = gguf_tokenizer.chat_template(metadata, gguf_tokenizer.TOOL_TEMPLATE)
-        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
-        loaded.pooling = pooling.of_gguf(metadata)
-    elif path.is_dir():
-        loaded.pooling = pooling.read(path)
-        loaded.sampling_defaults = chat_files.sampling_defaults(path)
-        try:
-            loaded.response_template = chat_files.response_template(path)
-            loaded.chat_template, loaded.special_tokens = chat_files.read(path)
-            loaded.tool_template = chat_files.tool_template(path)
-        except NanoinferError as e:
-            loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
 
 
 def fit_engine(name: str, options: EngineConfig) -> EngineConfig:
@@ -242,14 +271,6 @@ def _model_place(name: str | Path) -> Path:
     return path
 
 
-def _random(name: str, dtype: str, seed: int) -> Weights:
-    preset = name.removeprefix("random:")
-    if preset not in PRESETS:
-        raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
-    config = PRESETS[preset]
-    return Weights(config, dtype, lambda: initialize(config, seed))
-
-
 def split_wide(name: str) -> tuple[str, ModelConfig]:
     """Return the source and the preset of a widened model: wide:shakespeare:gpt2 -> "shakespeare", PRESETS["gpt2"].
 
@@ -305,8 +326,8 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     path = path if path.exists() else _from_hub(name)
     if is_gguf(path):
         return gguf.open_tokenizer(path)
-    if path.is_file() and path.name == nanochat.TOKENIZER:
-        return nanochat.load_tokenizer(path)
+    if path.is_file() and path.name == nanogpt.TOKENIZER:
+        return nanogpt.load_nanochat_tokenizer(path)
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():
@@ -321,14 +342,9 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     return found
 
 
-def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | None) -> Tokenizer:
-    """Return the tokenizer stored with a model, or GPT-2's tokenizer for GPT-2's vocabulary size."""
-    if nanochat.find(path) is not None and (found_path := nanochat.find_tokenizer(path)) is not None:
-        return nanochat.load_tokenizer(found_path)
-    if path.is_file() and (meta := nanogpt.find_meta(path, dataset)):
-        return nanogpt.load_meta(meta)
-    folder = path if path.is_dir() else path.parent
-    if not name.startswith("random:") and (found := tokenizer_files.from_folder(folder, config.vocab_size)):
+def _tokenizer_of(name: str, config: ModelConfig, folder: Path | None = None) -> Tokenizer:
+    """Return the tokenizer in a model's folder, or GPT-2's tokenizer for GPT-2's vocabulary size."""
+    if folder is not None and (found := tokenizer_files.from_folder(folder, config.vocab_size)):
         return found
     if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:

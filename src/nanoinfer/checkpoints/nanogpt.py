@@ -1,15 +1,25 @@
-"""Load nanoGPT's files: `ckpt.pt` (weights and config) and `meta.pkl` (a character-level vocabulary).
+"""Load the files of nanoGPT and of nanochat.
 
-Both files are untrusted pickles. torch_archive.py reads `ckpt.pt`; an unpickler without classes and functions
-(torch_archive.py, too) reads `meta.pkl`. Neither executes code, and there is no fallback to pickle or torch.load.
+    nanoGPT     `ckpt.pt` (weights and config), `meta.pkl` (a character-level vocabulary)
+    nanochat    `model_000650.pt` (weights), `meta_000650.json` (config), `tokenizer.pkl`
 
-Covered: checkpoints of nanoGPT's train.py, compiled (`_orig_mod.`) or not, with or without biases, with any block size
-and vocabulary. nanoGPT's MLP uses the exact GELU while OpenAI's checkpoints use the tanh approximation, so a ckpt.pt is
+Pickles are untrusted: torch_archive.py reads the weights; the others are read by an unpickler without classes and
+functions, or one that knows one class, tiktoken's Encoding. None executes code, and there is no fallback to pickle or
+torch.load.
+
+Covered of nanoGPT: checkpoints of its train.py, compiled (`_orig_mod.`) or not, with or without biases, with any block
+size and vocabulary. Its MLP uses the exact GELU while OpenAI's checkpoints use the tanh approximation, so a ckpt.pt is
 loaded with the exact GELU.
+
+Covered of nanochat: versions of October 2025 to January 2026, the architecture of transformers' models/nanochat, with
+or without padding of the vocabulary. Not covered: later versions, which add windows and tensors (`resid_lambdas`,
+`x0_lambdas`, value embeddings): an error names them. Rotations are computed in float32; nanochat rounds their sines to
+bfloat16. Source: github.com/karpathy/nanochat at 3a5e0bc, nanochat/checkpoint_manager.py, gpt.py and tokenizer.py.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +30,10 @@ from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.tokenizers.tokenizer import CharTokenizer
-from nanoinfer.utils.files import escaped, read_limited, reason
+from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.stored import StoredTensor
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, explained, from_core, in_order, prepend, ranked
+from nanoinfer.utils.files import escaped, read_limited, read_object, reason
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
 
@@ -45,15 +57,19 @@ def open_checkpoint(path: Path, dtype: str = "float32") -> tuple[Weights, str | 
         found = ", ".join(f"{str(k)!r:.40}" for k in keys) or f"a {type(checkpoint).__name__}"
         raise NanoinferError(f"{where} is not a nanoGPT checkpoint: it must have model and model_args, but has {found}")
     config = _config(checkpoint["model_args"], where)
-    tensors = checkpoint["model"]
-    check_state(tensors, num_bytes, f"{where}: model")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
-    if len(state) != len(tensors):
-        raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
-    weights = check(config, state, where, dtype, _LAYOUT)
+    weights = check(config, _state(checkpoint["model"], num_bytes, where, ": model"), where, dtype, _LAYOUT)
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     return weights, dataset if isinstance(dataset, str) else None
+
+
+def _state(tensors: Any, num_bytes: int, where: str, what: str = "") -> dict[str, StoredTensor]:
+    """Return the checked tensors under their names in a model that is not compiled."""
+    check_state(tensors, num_bytes, where + what)
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    if len(state) != len(tensors):
+        raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
+    return state
 
 
 _LAYOUT = replace(FAMILIES["gpt2"], transposed=frozenset())
@@ -113,3 +129,167 @@ def find_meta(checkpoint: Path, dataset: str | None) -> Path | None:
     if dataset and re.fullmatch(r"\w[\w.-]*", dataset):
         places.append(checkpoint.resolve().parent.parent / "data" / dataset / "meta.pkl")
     return next((p for p in places if p.is_file()), None)
+
+
+MAX_CONFIG_BYTES = 1 << 20  # nanochat's meta has 3 KB
+MAX_TOKENIZER_BYTES = 8 << 20  # with 65,536 tokens, nanochat's has 0.9 MB
+TOKENIZER = "tokenizer.pkl"
+_CHECKPOINT = re.compile(r"model_(\d{1,12})\.pt")
+_PADDED_TO = 64  # rows of the embedding and of the head, since December 2025
+
+_NANOCHAT = replace(
+    FAMILIES["nanochat"],
+    fields={
+        "sequence_len": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+        "n_kv_head": "num_kv_heads", "n_embd": "n_embd",
+    },
+    names={
+        "wte": "transformer.wte", "lm_head": "lm_head", "attn.c_attn": ("attn.c_q", "attn.c_k", "attn.c_v"),
+        "attn.c_proj": "attn.c_proj", "mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj",
+    },
+    fixed={
+        **FAMILIES["nanochat"].fixed, "activation": "relu2", "logits_softcap": 15.0, "norm_epsilon": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    biases={},
+    only={"window_pattern": ("L",)},
+    layer="transformer.h.{}.",
+)  # fmt: skip
+
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+"""How nanochat splits text before BPE."""
+_BOS = "<|bos|>"
+_ENDS = ("<|assistant_end|>", _BOS)
+CHAT_TEMPLATE = """\
+{%- set start = 1 if messages[0]['role'] == 'system' else 0 -%}
+<|bos|>
+{%- for message in messages[start:] -%}
+{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
+{{ raise_exception('roles must be user, assistant, user, ... after an optional system message') }}
+{%- endif -%}
+{{ '<|' + message['role'] + '_start|>' }}
+{{- messages[0]['content'] + '\\n\\n' if start and loop.first else '' }}
+{{- message['content'] + '<|' + message['role'] + '_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif -%}
+"""
+"""The format of nanochat's `render_conversation`: a system message is the beginning of the first user message."""
+
+
+def find_nanochat(path: Path) -> Path | None:
+    """Return the checkpoint that a path stands for: itself, or the last one in its folder; None: there is none."""
+    if not path.is_dir():
+        return path if _CHECKPOINT.fullmatch(path.name) and path.is_file() else None
+    if (path / "config.json").exists():
+        return None
+    steps = {int(m[1]): p for p in path.glob("model_*.pt") if (m := _CHECKPOINT.fullmatch(p.name))}
+    return steps[max(steps)] if steps else None
+
+
+def open_nanochat(path: Path, dtype: str = "float32") -> Weights:
+    """Return the checked weights of a checkpoint. The file stays open as long as they exist.
+
+    Args:
+        path: the file `model_<step>.pt`, beside which there is a `meta_<step>.json`.
+        dtype: dtype to compute in.
+
+    Raises:
+        NanoinferError: a file is missing or malformed, or is of a version of nanochat that is not supported.
+    """
+    config = _nanochat_config(path.with_name(f"meta_{path.stem.removeprefix('model_')}.json"))
+    tensors, num_bytes = read_archive(path)
+    state = _state(tensors, num_bytes, escaped(path))
+    state = {name: _unpadded(tensor, config) for name, tensor in state.items()}
+    return check(config, state, escaped(path), dtype, _NANOCHAT)
+
+
+def _nanochat_config(path: Path) -> ModelConfig:
+    """Return the config in a meta_<step>.json."""
+    where = escaped(path)
+    found = read_object(path, MAX_CONFIG_BYTES, "the config of a nanochat checkpoint").get("model_config")
+    if not isinstance(found, dict):
+        raise NanoinferError(f"{where} has no model_config: nanochat writes it beside each checkpoint")
+    fields = Fields(found)
+    with about(f"{where}: model_config"):
+        config = _NANOCHAT.read(fields)
+    if unknown := sorted(found.keys() - fields.known):
+        names = escaped(", ".join(unknown))
+        raise NanoinferError(f"{where}: model_config has {names}, which is not supported: a later version of nanochat")
+    return replace(config, n_inner=config.mlp_dim)  # transformers' config names the width
+
+
+def _unpadded(tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
+    """Leave out the rows that nanochat adds to the vocabulary so that processes can share it evenly."""
+    rows = -(-config.vocab_size // _PADDED_TO) * _PADDED_TO
+    padded = tensor.shape == (rows, config.n_embd)
+    return replace(tensor, shape=(config.vocab_size, config.n_embd)) if padded else tensor
+
+
+def find_tokenizer(checkpoint: Path) -> Path | None:
+    """Return the tokenizer of a checkpoint: in its folder, or where nanochat keeps it; None: there is none.
+
+    nanochat stores `base_checkpoints/d20/model_000650.pt` and `tokenizer/tokenizer.pkl` under one root.
+    """
+    places = [checkpoint.parent / TOKENIZER, checkpoint.resolve().parent.parent.parent / "tokenizer" / TOKENIZER]
+    return next((p for p in places if p.is_file()), None)
+
+
+class _Encoding:
+    """Stands for tiktoken's Encoding: pickle creates it without arguments, and then sets its state."""
+
+    state: Any = None
+
+
+class _EncodingUnpickler(PlainUnpickler):
+    """Unpickles an Encoding: containers, strings, integers and bytes."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(raw, {"tiktoken.core.Encoding": _Encoding}, "NEWOBJ SHORT_BINBYTES BINBYTES")
+
+    def build(self, target: Any, state: Any) -> None:
+        """Set the state of an Encoding."""
+        if type(target) is not _Encoding:
+            raise pickle.UnpicklingError(f"it sets the state of a {type(target).__name__}")
+        target.state = state
+
+
+def load_nanochat_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a `tokenizer.pkl`, a byte-level BPE.
+
+    Raises:
+        NanoinferError: the file is malformed or too large, contains code, or splits text as nanochat does not.
+    """
+    raw, where = read_limited(path, MAX_TOKENIZER_BYTES, "a tokenizer.pkl"), escaped(path)
+    try:
+        state = _EncodingUnpickler(raw).load().state
+        ranks, special, pattern = state["mergeable_ranks"], state["special_tokens"], state["pat_str"]
+        tokens = in_order(ranks, 0, bytes)
+        names = in_order(special, len(tokens))
+    except Exception as e:  # a hostile pickle can raise any exception
+        why = f"{type(e).__name__}: {reason(e)}"
+        raise NanoinferError(f"{where} is not a tokenizer of tiktoken, as nanochat writes it ({why})") from None
+    if pattern not in (PATTERN, PATTERN.replace("{1,2}", "{1,3}")):
+        raise NanoinferError(f"{where}: pat_str={escaped(pattern, 60)!r} is not supported: only nanochat's is")
+    with explained(f"{where}: the tokenizer cannot be built"):
+        return _build_tokenizer(tokens, names, pattern)
+
+
+def _build_tokenizer(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
+    """Return the tokenizer with these tokens, in order of their ranks, and these special tokens after them."""
+    special = {name: len(tokens) + i for i, name in enumerate(names)}
+    core = ranked(tokens, special, (pattern,))
+    core.add_special_tokens(names)
+    if _BOS in special:
+        prepend(core, _BOS, special[_BOS])
+    return from_core(core)
+
+
+def with_special_tokens(weights: Weights, tokenizer: Tokenizer) -> tuple[Weights, str | None]:
+    """Return the weights with the start and end tokens of a tokenizer, and the chat template if it has its tokens."""
+    core = getattr(tokenizer, "core", None)
+    if core is None or any(core.token_to_id(name) is None for name in _ENDS):
+        return weights, None
+    ends = tuple(core.token_to_id(name) for name in _ENDS)
+    return replace(weights, config=replace(weights.config, bos_token_id=ends[1], eos_token_ids=ends)), CHAT_TEMPLATE

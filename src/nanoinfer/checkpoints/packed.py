@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gguf import formats as gguf_formats
 from nanoinfer.checkpoints.weights import POSITIONS, Weights, has_format, part_name, parts
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
@@ -173,7 +173,7 @@ def open_folder(folder: Path) -> PackedWeights:
         NanoinferError: a file is missing or malformed, is of another version, or differs from the config.
     """
     stored, metadata = _read_header(folder / FILE)
-    config, where, format = hf_config.read(folder / "config.json"), escaped(folder / FILE), metadata["weights"]
+    config, where, format = huggingface.read_config(folder / "config.json"), escaped(folder / FILE), metadata["weights"]
     layers = {int(m[1]) for name in stored if (m := LAYER.match(name))}
     if len(layers) != config.n_layer:  # before anything of the config's size is made
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
@@ -301,7 +301,7 @@ def write_folder(
     if format in QUANTIZATIONS:
         weights = replace(weights, block_formats=weights.formats(format))
     wanted = pieces(weights.config, format, weights.block_formats)
-    config = json.dumps(hf_config.to_dict(weights.config, _dtype(format)), indent=2)
+    config = json.dumps(huggingface.config_to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
     if tokenizer_json is not None:
         small["tokenizer.json"] = tokenizer_json.encode()

@@ -1,9 +1,14 @@
-"""The tokenizer of a folder: tokenizer.json, or one of the files that older and other tools publish.
+"""The tokenizer of a folder, and its chat templates, special tokens and default sampling parameters.
 
-In this order: tokenizer.json; vocab.json with merges.txt; tekken.json (Mistral); tokenizer.model (SentencePiece's BPE
-and unigram; a table of tiktoken's in Llama 3's); tiktoken.model (Moonlight). Added tokens are in added_tokens.json and
-tokenizer_config.json. Tables of merges and ranks do not say how text is split before BPE: the class of the tokenizer
-and the family of the model do.
+The tokenizer is in the first of these: tokenizer.json; vocab.json with merges.txt; tekken.json (Mistral);
+tokenizer.model (SentencePiece's BPE and unigram; a table of tiktoken's in Llama 3's); tiktoken.model (Moonlight). Added
+tokens are in added_tokens.json and tokenizer_config.json. Tables of merges and ranks do not say how text is split
+before BPE: the class of the tokenizer and the family of the model do.
+
+The chat template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of
+which "default" is taken), else in chat_template.json. The one for chats with tools, if there is another, is named
+"tool_use". Special tokens are in tokenizer_config.json, else in special_tokens_map.json. The response template is in
+tokenizer_config.json, sampling parameters are in generation_config.json.
 
 Sources: sentencepiece_model.proto of github.com/google/sentencepiece, which is read without the package;
 mistral_common/tokens/tokenizers/tekken.py; tiktoken/load.py.
@@ -13,19 +18,21 @@ Not covered: its words and characters, and white space as a suffix.
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanoinfer.checkpoints import chat_files
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.errors import NanoinferError
+from nanoinfer.tokenizers.chat_template import MAX_TEMPLATE
 from nanoinfer.tokenizers.limits import MAX_TOKENS
 from nanoinfer.tokenizers.tokenizer import (
     ByteLevelTokenizer,
@@ -40,7 +47,7 @@ from nanoinfer.tokenizers.tokenizer import (
     read_table,
 )
 from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import escaped, first_bytes, parse_json, read_object
+from nanoinfer.utils.files import decode_utf8, escaped, first_bytes, parse_json, read_limited, read_object
 
 log = logging.getLogger("nanoinfer")
 
@@ -101,7 +108,7 @@ def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
     complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
     raw = read_table(merges, "a table of merges", num_tokens)
     ids = parse_json(read_table(vocab, "a vocabulary", num_tokens), complaint)
-    added, special = chat_files.added_tokens(folder)
+    added, special = added_tokens(folder)
     with explained(complaint):
         lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
         pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
@@ -118,9 +125,7 @@ def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
         _add(
             core, [*added.values(), *({"content": t, "special": True} for t in ("<|endoftext|>", *special) if t in ids)]
         )
-        bos = chat_files.special_tokens(folder).get("bos_token")
-        if bos is not None and bos in ids and chat_files.tokenizer_field(folder, "add_bos_token", False):
-            prepend(core, bos, ids[bos])
+        _prepend_bos(core, folder, ids, False)
         return ByteLevelTokenizer(core)
 
 
@@ -150,20 +155,21 @@ def _from_tiktoken(path: Path, num_tokens: int) -> Tokenizer:
     kind = _model_type(path.parent)
     if (name := _RANKED.get(kind)) is None:
         raise NanoinferError(f"{where} does not say how model_type={show(kind)} splits text: give a tokenizer.json")
-    raw, (added, _) = read_table(path, "a table of ranks", num_tokens), chat_files.added_tokens(path.parent)
+    raw, (added, _) = read_table(path, "a table of ranks", num_tokens), added_tokens(path.parent)
     with explained(f"{where} is not a table of tiktoken's"):
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, raw.splitlines())}
         special = {token["content"]: i for i, token in added.items()}
         core = ranked(in_order(ranks, 0, bytes), special, SPLITS[name].patterns)
         _add(core, list(added.values()))
-        bos = chat_files.special_tokens(path.parent).get("bos_token")
-        if (
-            bos is not None
-            and bos in special
-            and chat_files.tokenizer_field(path.parent, "add_bos_token", SPLITS[name].add_bos)
-        ):
-            prepend(core, bos, special[bos])
+        _prepend_bos(core, path.parent, special, SPLITS[name].add_bos)
         return from_core(core)
+
+
+def _prepend_bos(core: Any, folder: Path, ids: dict[str, int], default: bool) -> None:
+    """Let prompts begin with the start token, if the folder or `default` says so."""
+    bos = special_tokens(folder).get("bos_token")
+    if bos is not None and bos in ids and tokenizer_field(folder, "add_bos_token", default):
+        prepend(core, bos, ids[bos])
 
 
 def _add(core: Any, tokens: list[dict[str, Any]]) -> None:
@@ -178,7 +184,7 @@ def _add(core: Any, tokens: list[dict[str, Any]]) -> None:
 
 def _split_of(folder: Path) -> str:
     """Return the name of the way in which the tokenizer of a folder splits text, one of SPLITS."""
-    kind = chat_files.tokenizer_field(folder, "tokenizer_class", "").removesuffix("Fast")
+    kind = tokenizer_field(folder, "tokenizer_class", "").removesuffix("Fast")
     name = _SPLIT_OF_CLASS.get(kind) or _SPLIT_OF_FAMILY.get(_model_type(folder) or "gpt2")
     if name is None:
         log.warning("%s: text is split as GPT-2's: give a tokenizer.json if it is not", escaped(folder))
@@ -225,7 +231,7 @@ def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
 def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
     """Return the tokenizer in a SentencePiece model: its pieces are those of a GGUF file, and are read as those."""
     raw = read_table(path, "a SentencePiece model", num_tokens)
-    added, _ = chat_files.added_tokens(path.parent)
+    added, _ = added_tokens(path.parent)
     with explained(f"{escaped(path)} is not a SentencePiece model that can be read"):
         tokens: list[str] = []
         scores: list[float] = []
@@ -258,7 +264,7 @@ def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
             tokens[i] = token["content"]
             kinds[i] = gguf_tokenizer.CONTROL if token["special"] else gguf_tokenizer.USER_DEFINED
         ids = {"unknown": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
-        named = chat_files.special_tokens(path.parent)
+        named = special_tokens(path.parent)
         for name, text in (("bos", named.get("bos_token")), ("eos", named.get("eos_token"))):
             ids[name] = tokens.index(text) if text in tokens else ids[name]
         ids = {name: i for name, i in ids.items() if i < len(tokens)}  # -1, which is 2**64 - 1: there is none
@@ -267,7 +273,7 @@ def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
             "tokens": tokens,
             "scores": np.array(scores, np.float32),
             "token_type": np.array(kinds, np.int32),
-            "add_bos_token": chat_files.tokenizer_field(path.parent, "add_bos_token", True) and "bos" in ids,
+            "add_bos_token": tokenizer_field(path.parent, "add_bos_token", True) and "bos" in ids,
             "add_space_prefix": bool(normalizer.get(_LEADING_SPACE, 1)),
             "remove_extra_whitespaces": bool(normalizer.get(_COLLAPSED, 1)),
             "precompiled_charsmap": np.frombuffer(normalizer.get(2, b""), np.uint8),
@@ -275,3 +281,160 @@ def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
         }
         prefix = gguf_tokenizer.PREFIX
         return gguf_tokenizer.read_tokenizer({prefix + name: value for name, value in metadata.items()}, escaped(path))
+
+
+CHAT_FILES = (
+    "chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json",
+    "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+_ADDED = "added_tokens.json"
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of generation_config.json that are sampling parameters, as in vLLM."""
+MAX_BYTES = 16 << 20  # of tokenizer_config.json, which may list thousands of added tokens
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def read_chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """Return the template of a folder, None if it has none, and its special tokens: {"bos_token": "<s>", ...}.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    tokenizer, tokens = _read_object(folder / CHAT_FILES[1]), special_tokens(folder)
+    if (template := _read_template(folder / CHAT_FILES[0])) is not None:
+        return template, tokens
+    for path, found in (
+        (folder / CHAT_FILES[1], tokenizer),
+        (folder / CHAT_FILES[2], _read_object(folder / CHAT_FILES[2])),
+    ):
+        if (template := found.get("chat_template")) is not None:
+            return _default(template, path), tokens
+    return None, tokens
+
+
+def tool_template(folder: Path) -> str | None:
+    """Return the template of a folder for chats with tools; None if they have the same one as others.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    if (template := _read_template(folder / CHAT_FILES[4])) is not None:
+        return template
+    return _text(_named(_read_object(folder / CHAT_FILES[1]).get("chat_template")).get("tool_use"))
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens of a folder: {"bos_token": "<s>", ...}."""
+    tokenizer, special = _read_object(folder / CHAT_FILES[1]), _read_object(folder / CHAT_FILES[3])
+    return {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
+
+
+def added_tokens(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Return the tokens that are added to a vocabulary, by id, and the names of special tokens.
+
+    They are in added_tokens.json and in `added_tokens_decoder` of tokenizer_config.json, which counts first:
+    {151645: {"content": "<|im_end|>", "special": True, "lstrip": False}}.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    tokenizer, special = _read_object(folder / CHAT_FILES[1]), _read_object(folder / CHAT_FILES[3])
+    further = [t for found in (special, tokenizer) if isinstance(t := found.get("additional_special_tokens"), list)]
+    names = [*special_tokens(folder).values(), *(text for token in chain(*further) if (text := _text(token)))]
+    listed = {str(i): {"content": text} for text, i in _read_object(folder / _ADDED).items()}
+    decoder = tokenizer.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise NanoinferError(
+            f"{escaped(folder / CHAT_FILES[1])}: added_tokens_decoder={show(decoder)} is not an object"
+        )
+    tokens: dict[int, dict[str, Any]] = {}
+    for i, token in (listed | decoder).items():
+        if not re.fullmatch("[0-9]{1,7}", i) or not isinstance(token, dict) or not _text(token):
+            raise NanoinferError(f"{escaped(folder)} has the added token {show(token)} of the id {show(i)}: remove it")
+        flags = {name: token[name] for name in _FLAGS if isinstance(token.get(name), bool)}
+        tokens[int(i)] = {"content": token["content"], "special": token["content"] in names, **flags}
+    return tokens, names
+
+
+def tokenizer_field(folder: Path, name: str, default: Any) -> Any:
+    """Return a field of tokenizer_config.json; the default if it is of another type."""
+    found = _read_object(folder / CHAT_FILES[1]).get(name)
+    return found if isinstance(found, type(default)) else default
+
+
+def response_template(folder: Path) -> Any:
+    """Return the response template of a folder, which is not checked; None if it has none.
+
+    Raises:
+        NanoinferError: the file is too large or malformed.
+    """
+    return _read_object(folder / CHAT_FILES[1]).get("response_template")
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters of a folder, as generation_config.json has them: {"temperature": 0.7, ...}.
+
+    Raises:
+        NanoinferError: the file is too large or malformed.
+    """
+    found = _read_object(folder / GENERATION_CONFIG)
+    return {name: found[name] for name in SAMPLING_FIELDS if found.get(name) is not None}
+
+
+def to_files(
+    template: str | None,
+    special_tokens: Mapping[str, str],
+    sampling_defaults: Mapping[str, Any],
+    response_template: Any = None,
+    tool_template: str | None = None,
+) -> dict[str, bytes]:
+    """Return the files that these are read from; none for what there is not."""
+    files: dict[str, Any] = {GENERATION_CONFIG: sampling_defaults} if sampling_defaults else {}
+    if response_template is not None:
+        files[CHAT_FILES[1]] = {"response_template": response_template}
+    if tool_template is not None:
+        named = {"default": template, "tool_use": tool_template}
+        listed = [{"name": name, "template": source} for name, source in named.items()]
+        files[CHAT_FILES[1]] = {**files.get(CHAT_FILES[1], {}), "chat_template": listed}
+    if template is not None:
+        files[CHAT_FILES[3]] = special_tokens
+    made = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}
+    return made if template is None else {CHAT_FILES[0]: template.encode(), **made}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return read_object(path, MAX_BYTES, "a JSON file") if path.is_file() else {}
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a special token: "<s>", or {"content": "<s>", ...}; None for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_template(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return decode_utf8(read_limited(path, 4 * MAX_TEMPLATE, "a chat template"), escaped(path))
+
+
+def _named(templates: Any) -> dict[Any, Any]:
+    """Return the templates of a list of {"name": ..., "template": ...} by their names; none for anything else."""
+    listed = templates if isinstance(templates, list) else []
+    return {t.get("name"): t.get("template") for t in listed if isinstance(t, dict) and _text(t.get("name"))}
+
+
+def _default(template: Any, path: Path) -> str | None:
+    """Return a template, or the one named "default" of a list of {"name": ..., "template": ...}."""
+    if isinstance(template, list):
+        if "default" not in (named := _named(template)):
+            names = ", ".join(str(name) for name in named) or "none"
+            raise NanoinferError(
+                f"{escaped(path)} has no chat template named default (it has: {escaped(names)}): give chat_template="
+            )
+        template = named["default"]
+    if not isinstance(template, str):
+        raise NanoinferError(f"{escaped(path)}: chat_template is not a string")
+    return template

@@ -49,7 +49,7 @@ def pack(
         nanoinfer pack gpt2 --quantization int4 --calibrate text.txt -o out/gpt2
         nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
     """
-    from nanoinfer.checkpoints import chat_files, packed
+    from nanoinfer.checkpoints import packed, tokenizer_files
     from nanoinfer.checkpoints.load import load_model
     from nanoinfer.engines.devices import resolve_dtype
     from nanoinfer.tokenizers import tokenizer as tokenizers
@@ -86,7 +86,7 @@ def pack(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
     chat = loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults, loaded.response_template
-    write_folder(output, chat_files.to_files(*chat, loaded.tool_template))
+    write_folder(output, tokenizer_files.to_files(*chat, loaded.tool_template))
     for name, files in loaded.pooling.to_files().items():
         write_folder(output / name, files)
     formats = " ".join(format_names(block_formats)) or format

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from nanoinfer.checkpoints import hf_config, huggingface, nanochat, nanogpt, packed
+from nanoinfer.checkpoints import huggingface, nanogpt, packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.checkpoints.transforms import widened
@@ -46,22 +46,22 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
         except NanoinferError as e:
             raise NanoinferError(f"model {name!r}: {e}") from None
     if name in builtin_names():
-        return hf_config.read(BUILTIN / name / "config.json"), None
+        return huggingface.read_config(BUILTIN / name / "config.json"), None
     preset = name.removeprefix("random:")
     if preset in PRESETS:
         return PRESETS[preset], None
     if preset == name and (path := _path(name)) is not None:
         if is_gguf(path):
             return _stored(gguf.open_file(path)[0])
-        if (checkpoint := nanochat.find(path)) is not None:
-            return nanochat.open_checkpoint(checkpoint).config, None
+        if (checkpoint := nanogpt.find_nanochat(path)) is not None:
+            return nanogpt.open_nanochat(checkpoint).config, None
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config, None
         quantized = path.is_dir() and not packed.is_packed(path)  # packed weights are in a format of engine native
-        if quantized and hf_config.quantization(path / "config.json") is not None:
+        if quantized and huggingface.quantization_of(path / "config.json") is not None:
             return _stored(huggingface.open_folder(path))
         if path.is_dir():
-            return hf_config.read(path / "config.json"), None
+            return huggingface.read_config(path / "config.json"), None
     raise NanoinferError(
         f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
         " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"

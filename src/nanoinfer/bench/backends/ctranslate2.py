@@ -16,7 +16,7 @@ import numpy as np
 from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import NanoinferError
@@ -48,7 +48,7 @@ class CTranslate2:
     def __init__(self, case: Case, weights: Path) -> None:
         ctranslate2 = require_module("ctranslate2")
         device, _, index = case.device.partition(":")
-        self._block_size = hf_config.read(weights / "config.json").block_size
+        self._block_size = huggingface.read_config(weights / "config.json").block_size
         self._generator: Any = ctranslate2.Generator(
             str(self.export(case, weights)), device=device, device_index=int(index or 0),
             compute_type=compute_type(case), inter_threads=1, intra_threads=num_cpus(),

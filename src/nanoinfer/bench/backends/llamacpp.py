@@ -4,7 +4,7 @@ All prompts are read first, in batches of n_batch tokens; then every step holds 
 any. Each sequence has its own part of the KV cache (`kv_unified` off, the default), as long as the case's longest.
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
-candidates, which takes longer. `gguf_export.py` writes the float32 file; llama.cpp's own quantizer makes the other
+candidates, which takes longer. `gguf/export.py` writes the float32 file; llama.cpp's own quantizer makes the other
 types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
 
 ik_llama.cpp is a fork with CPU kernels of its own, on the same files. Its interface is an older one of llama.cpp's:
@@ -26,7 +26,7 @@ import numpy as np
 from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer
 from nanoinfer.checkpoints.huggingface import open_folder
@@ -60,7 +60,7 @@ class LlamaCpp:
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
         self._lib = lib = self._open()
-        config = hf_config.read(weights / "config.json")
+        config = huggingface.read_config(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
             raise NanoinferError(f"{self.name}: batch={case.batch} is more than the {most} sequences of one context")
@@ -152,7 +152,7 @@ def _silence() -> Any:
 
 def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
     """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one."""
-    config = hf_config.read(weights / "config.json")
+    config = huggingface.read_config(weights / "config.json")
     odd = [w for w in (config.n_embd, config.mlp_dim) if w % QUANT_BLOCK] if kind.startswith("Q") else []
     if config.family not in _FAMILIES:
         raise NanoinferError(f"llama.cpp: {config.family} is not exported here: only {', '.join(_FAMILIES)} are")
@@ -194,7 +194,7 @@ class IkLlamaCpp(LlamaCpp):
         """Return the GGUF file for a case, the same as llama.cpp's."""
         if file_type(case) == "F32":
             raise NanoinferError("ik_llama.cpp has no float32 cache, so its tokens cannot be compared: use bfloat16")
-        if hf_config.read(weights / "config.json").is_gpt2:
+        if huggingface.read_config(weights / "config.json").is_gpt2:
             raise NanoinferError("ik_llama.cpp cannot run GPT-2: it expects an untied head and reads no epsilon")
         return LlamaCpp.export(case, weights)
 

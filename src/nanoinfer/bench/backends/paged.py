@@ -26,7 +26,7 @@ import numpy as np
 from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.checkpoints import hf_config
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.environment import num_cpus
 from nanoinfer.utils.files import reason
@@ -46,7 +46,7 @@ class OpenVINO:
     def __init__(self, case: Case, weights: Path) -> None:
         folder = self.export(case, weights)
         genai, core = require_module("openvino_genai"), require_module("openvino")
-        config = hf_config.read(weights / "config.json")
+        config = huggingface.read_config(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
         self._eos = next(iter(config.eos_token_ids), 0)  # a request must have one; it is ignored
         self._genai, self._tensor = genai, core.Tensor
@@ -101,7 +101,7 @@ class VLLM:
     """An LLM whose engine is stepped here."""
 
     def __init__(self, case: Case, weights: Path) -> None:
-        config = hf_config.read(weights / "config.json")
+        config = huggingface.read_config(weights / "config.json")
         self._capacity = config.block_size
         folder = self.export(case, weights) or weights
         os.environ |= {

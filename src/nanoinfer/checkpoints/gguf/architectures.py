@@ -161,7 +161,7 @@ def _sizes(m: Metadata) -> dict[str, Any]:
 def _num_layers(m: Metadata) -> int:
     """Return the number of layers, after comparing it with the tensors: the config has an entry for each layer."""
     layers = {name.split(".")[1] for name in m.tensors if name.startswith("blk.")}
-    count = m.int_("block_count") - m.integer(m.key("nextn_predict_layers"), 0, 0)  # which gguf.py leaves out
+    count = m.int_("block_count") - m.integer(m.key("nextn_predict_layers"), 0, 0)  # which model.py leaves out
     if count != len(layers):
         raise m.error(m.key("block_count"), f"is not the number of layers that the file has: {len(layers)}")
     return count

@@ -1,6 +1,6 @@
-"""Write a model as a GGUF file: the inverse of gguf.py, whose tables give names of tensors, orders of rows and norms.
+"""Write a model as a GGUF file: the inverse of model.py, whose tables give names of tensors, orders of rows and norms.
 
-The header is written first, and gguf.py reads it back: a model that a GGUF file cannot describe is an error before any
+The header is written first, and model.py reads it back: a model that a GGUF file cannot describe is an error before any
 tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
 
 The formats of the tensors in Q4_K_M, Q4_0, Q8_0 and MXFP4_MOE are those of llama.cpp's quantizer (src/llama-quant.cpp),
@@ -33,7 +33,7 @@ from nanoinfer.checkpoints.gguf.architectures import (
     rotary_divisors,
 )
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
-from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS
 from nanoinfer.checkpoints.gguf.quantize import QUANTIZERS, quantize
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
 from nanoinfer.checkpoints.weights import Weights, more_bits
@@ -53,7 +53,6 @@ log = logging.getLogger("nanoinfer")
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4_MOE": 38}
 """Formats of whole files -> general.file_type, by which llama.cpp names them."""
 _NUMBERS = {format.name: number for number, format in FORMATS.items()}
-_FORMATS = {format.name: format for format in FORMATS.values()}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256; then float16
 _ALIGNMENT = 32
@@ -195,7 +194,7 @@ def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfi
     if wanted in ("Q4_K", "Q4_0") and (is_head or better):
         wanted = "Q6_K"
     for found in (wanted, _FALLBACKS.get(wanted, "F16")):
-        if shape[-1] % _FORMATS[found].block_size == 0:
+        if shape[-1] % BY_NAME[found].block_size == 0:
             return found
     return "F16"
 
@@ -208,7 +207,7 @@ def _header(
     out += [_string(key) + _typed(value) for key, value in metadata.items()]
     offsets, end = {}, 0
     for name, shape in tensors.items():
-        format, offsets[name] = _FORMATS[formats[name]], end
+        format, offsets[name] = BY_NAME[formats[name]], end
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         out.append(_string(name) + dims + struct.pack("<IQ", _NUMBERS[format.name], end))
         end += math.prod(shape) // format.block_size * format.block_bytes

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import FORMATS, UNSUPPORTED, Format
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, UNSUPPORTED, Format
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.stored import ChangedTensor, StoredTensor, contiguous
 from nanoinfer.utils.arrays import BlockMatrix, FileBlocks, HostTensor
@@ -98,26 +98,20 @@ class BlockTensor(StoredTensor):
         """Name of the format of a matrix that is read, and what makes its blocks of the stored ones."""
         return self.format.converted or (self.format.name, lambda blocks: blocks)
 
-    def dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the values of blocks as one dimension."""
-        return self.format.dequantize(blocks.reshape(-1, self.format.block_bytes))
-
     def read(self) -> HostTensor:
         """Return a matrix, whose rows of blocks are read later; read a tensor in float32. Raises as `StoredTensor`."""
         own, convert = self._own
         if self.block_format == own.lower():
             rows, columns = self.shape
             if own != self.format.name:
-                kind = next(format for format in FORMATS.values() if format.name == own)
                 blocks = convert(self.read_blocks()).reshape(rows, -1)
-                dequantize = lambda b: kind.dequantize(b.reshape(-1, kind.block_bytes))  # noqa: E731
-                return BlockMatrix(blocks, own.lower(), columns, dequantize)
+                return BlockMatrix(blocks, own.lower(), columns, BY_NAME[own].dequantize)
             row_bytes = columns // self.format.block_size * self.format.block_bytes
             places = np.full((rows, 2), self.file.fileno())
             places[:, 1] = self.start + row_bytes * self.step * np.arange(rows)
             files = frozenset((self.file,))
-            return FileBlocks(places, self.block_format, columns, self.dequantize, row_bytes, files)
-        values = self.dequantize(self.read_blocks())
+            return FileBlocks(places, self.block_format, columns, self.format.dequantize, row_bytes, files)
+        values = self.format.dequantize(self.read_blocks())
         if self.factors is not None:
             factors = self.factors.read().float32().reshape(-1, 1)
             values = (values.reshape(len(factors), -1) * factors).reshape(-1)
@@ -348,7 +342,7 @@ def _tensor_entries(header: _Header, count: int) -> Iterator[tuple[str, tuple[tu
 def _tensor(header: _Header, name: str, shape: tuple[int, ...], kind: int, start: int) -> tuple[StoredTensor, int]:
     """Return a tensor and its number of bytes, after comparing its place with the file's size."""
     if (format := FORMATS.get(kind)) is None:
-        supported = ", ".join(f.name for f in FORMATS.values())
+        supported = ", ".join(BY_NAME)
         raise NanoinferError(
             f"{escaped(header.file.path)}: tensor {show(name)} has the format {UNSUPPORTED.get(kind, kind)}, which is"
             f" not supported: use one of {supported}"

@@ -54,8 +54,9 @@ class Format:
         return self.compute is not None and self.converted is None and not self.rounded
 
     def dequantize(self, blocks: Bytes) -> Floats:
-        """Return the values of blocks (num_blocks, block_bytes), as one dimension."""
+        """Return the values of the bytes of whole blocks, in any shape, as one dimension."""
         assert self.compute is not None
+        blocks = blocks.reshape(-1, self.block_bytes)
         values = np.empty((len(blocks), self.block_size), np.float32)
         step = max(1, _CHUNK // self.block_size)
         with np.errstate(invalid="ignore", over="ignore"):  # a scale may be infinite or NaN
@@ -231,6 +232,7 @@ FORMATS: dict[int, Format] = {
     40: Format("NVFP4", 64, 36, _nvfp4, rounded=True),
 }
 """By ggml's number of the type."""
+BY_NAME = {format.name: format for format in FORMATS.values()}
 
 UNSUPPORTED = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",

@@ -161,31 +161,32 @@ class _ShiftedTensor(StoredTensor):
 def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dict[str, StoredTensor]:
     """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts and
     heads as matrices: the values of an expert follow those of the expert before it."""
-    tensors = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
-    for name, t in list(tensors.items()):
+    stored = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
+    for name, t in list(stored.items()):
         if isinstance(t, BlockTensor) and t.format.name == "NVFP4":
-            tensors[name] = t = _with_factors(t, name, tensors)
+            stored[name] = _with_factors(t, name, stored)
+    tensors: dict[str, StoredTensor] = {}
+    count = 0 if config.experts is None else config.experts.count
+    for name, t in stored.items():
+        of_each = (count, STACKED), (config.n_head, OF_HEADS)  # matrices of experts or heads
+        several = any(name.endswith(ends) and len(t.shape) == 3 and t.shape[0] == n for n, ends in of_each)
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
-        stacked = name.endswith(STACKED) and len(t.shape) == 3
-        stacked = stacked and config.experts is not None and t.shape[0] == config.experts.count
-        stacked = stacked or (name.endswith(OF_HEADS) and len(t.shape) == 3 and t.shape[0] == config.n_head)
-        if stacked or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
+        elif several or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
-        if name.endswith(STACKED_BIASES) and config.experts is not None:
-            wanted = (config.experts.count, config.n_embd if "ffn_down" in name else config.experts.width)
-            if t.shape != wanted:
-                raise NanoinferError(f"tensor {name} is {list(t.shape)}, but the config requires {list(wanted)}")
+        elif name.endswith(STACKED_BIASES) and config.experts is not None:
+            shape = (count, config.n_embd if "ffn_down" in name else config.experts.width)
+            if t.shape != shape:
+                raise NanoinferError(f"tensor {name} is {list(t.shape)}, but the config requires {list(shape)}")
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
-    count = 0 if config.experts is None else config.experts.count
-    for name in [name for name in tensors if count and name.endswith(gguf_gemma4.JOINED)]:
-        each = enumerate(gguf_gemma4.split(tensors.pop(name), count, layout.family == "gpt_oss"))
-        tensors |= {name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}"): part for i, part in each}
-    for name in [name for name in tensors if name.endswith(f"{JOINED_HEADS}.weight")] if config.latent else ():
-        parts = deepseek.split(config, name, tensors.pop(name))
-        tensors |= dict(
-            zip((name.replace(JOINED_HEADS, part) for part in ("attn_k_b", "attn_v_b")), parts, strict=True)
-        )
+        elif count and name.endswith(gguf_gemma4.JOINED):
+            for i, part in enumerate(gguf_gemma4.split(t, count, layout.family == "gpt_oss")):
+                tensors[name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}")] = part
+        elif config.latent and name.endswith(f"{JOINED_HEADS}.weight"):
+            for ours, matrix in zip(("attn_k_b", "attn_v_b"), deepseek.split(config, name, t), strict=True):
+                tensors[name.replace(JOINED_HEADS, ours)] = matrix
+        else:
+            tensors[name] = t
     return tensors
 
 

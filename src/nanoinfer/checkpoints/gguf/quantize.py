@@ -1,8 +1,8 @@
-"""Quantize weights to the formats of GGUF files: the inverse of gguf_formats.py.
+"""Quantize weights to the formats of GGUF files: the inverse of formats.py.
 
 Scales are searched: for each group of values, several are tried, and the one with the smallest squared error is kept.
 The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K,
-Q6_K and MXFP4, of which the files of gguf_export.py consist. Not covered: other formats. Errors can be weighted by the
+Q6_K and MXFP4, of which the files of export.py consist. Not covered: other formats. Errors can be weighted by the
 importance of inputs (`weights.Calibration`); kernels/cpu/quantize.h explains the formula.
 
 Values are stored as (values in a group, groups), so that sums over groups are sums of rows, which NumPy vectorizes.
@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import FORMATS, Bytes, Floats, Format
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, Bytes, Floats, Format
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
 _TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
@@ -39,7 +39,7 @@ def quantize(name: str, values: Floats, importance: Floats | None = None) -> Byt
         importance: of each value of a row, above 0; None: all count alike. Q8_0 and MXFP4 have one choice of scales for
             both.
     """
-    format = next(f for f in FORMATS.values() if f.name == name)
+    format = BY_NAME[name]
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, format.block_size)
     blocks = np.empty((len(rows), format.block_bytes), np.uint8)
     step = _CHUNK // format.block_size
@@ -64,7 +64,7 @@ def _keep_better(format: Format, rows: Floats, weights: Floats, blocks: Bytes, o
 
 
 def _packed(values: NDArray[np.generic], width: int, group: int) -> Bytes:
-    """Pack integers of `width` bits into bytes: the inverse of `gguf_formats._bits`."""
+    """Pack integers of `width` bits into bytes: the inverse of `formats._bits`."""
     parts = values.astype(np.uint8).reshape(len(values), -1, 8 // width, group)
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     joined: Bytes = np.bitwise_or.reduce(parts << shifts, axis=2)

@@ -8,6 +8,8 @@ Values are those of the method's formula in exact arithmetic, rounded once to fl
 times a scale of at most 24 bits, a product in float32 is that.
 """
 
+# ruff: noqa: D102  (methods without a docstring are those of `StoredTensor` and `Codec`)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.formats import BY_NAME
 from nanoinfer.checkpoints.gguf.quantize import OFFSETS, assemble
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.fields import Fields
@@ -35,7 +37,6 @@ _CHUNK = 1 << 18  # values that are computed at a time, which limits the memory 
 _BLOCK = 32  # values in the smallest block of the formats below
 _EXACT = (("tq2_0", -1, 2), ("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 127))
 """Formats whose values are (an integer of a range) * (a float16 scale of a block), the smallest first."""
-_BY_NAME = {format.name.lower(): format for format in FORMATS.values()}
 
 
 class Codec(Protocol):
@@ -86,12 +87,10 @@ class QuantizedTensor(StoredTensor):
 
     @property
     def block_format(self) -> str | None:
-        """As `StoredTensor.block_format`."""
         rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
         return self.format if rows else None
 
     def equal_parts(self, count: int) -> list[StoredTensor]:
-        """As `StoredTensor.equal_parts`."""
         shape = (self.shape[0] // count, *self.shape[1:])
         return [replace(self, shape=shape, first=self.first + i * shape[0]) for i in range(count)]
 
@@ -101,12 +100,10 @@ class QuantizedTensor(StoredTensor):
         return ChangedTensor.of(self, shape, lambda values: values.reshape(shape))
 
     def each(self) -> list[StoredTensor]:
-        """As `StoredTensor.each`, for several matrices."""
         parts = [QuantizedTensor.of(codec, self.format) for codec in self._views(StoredTensor.each)]
         return [part if self.strides == contiguous(self.shape) else part.t() for part in parts]
 
     def alternate(self, count: int) -> list[StoredTensor]:
-        """As `StoredTensor.alternate`, for one of several matrices."""
         codecs = self._views(lambda tensor: tensor.alternate(count))
         return [QuantizedTensor.of(codec, self.format) for codec in codecs]
 
@@ -121,9 +118,7 @@ class QuantizedTensor(StoredTensor):
         """
         if (format := self.block_format) is not None:
             blocks = self.codec.blocks(format)[self.first : self.first + self.shape[0]]
-            kind = _BY_NAME[format]
-            dequantize = lambda b: kind.dequantize(b.reshape(-1, kind.block_bytes))  # noqa: E731
-            return BlockMatrix(blocks, format, self.shape[1], dequantize)
+            return BlockMatrix(blocks, format, self.shape[1], BY_NAME[format.upper()].dequantize)
         values = self.codec.dense()
         if self.strides != contiguous(self.shape):
             return HostTensor(values.T, "float32")
@@ -154,7 +149,6 @@ class Scaled:
     """The column of rectangles to which each column belongs; None: consecutive columns share one."""
 
     def exact(self) -> tuple[str | None, str]:
-        """As `Codec.exact`."""
         if self.table is not None or not self.whole:
             return None, "codes are not integers"
         if self.order is not None:
@@ -170,7 +164,7 @@ class Scaled:
         sizes = (self.shape[1], self.block[1] if self.block[1] < self.shape[1] else 0)  # a block has one scale
         fitting = (
             name for name, least, most in _EXACT
-            if least <= low and high <= most and not any(n % _BY_NAME[name].block_size for n in sizes)
+            if least <= low and high <= most and not any(n % BY_NAME[name.upper()].block_size for n in sizes)
         )  # fmt: skip
         name = next(fitting, None)
         return name, "" if name else "codes without their zero points have more than 8 bits"
@@ -185,7 +179,6 @@ class Scaled:
         return np.repeat(rows, self.block[1] // step, axis=1)[:, : self.shape[1] // step]
 
     def dense(self) -> NDArray[np.float32]:
-        """As `Codec.dense`."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         values = np.empty(self.shape, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN
@@ -198,9 +191,8 @@ class Scaled:
         return values
 
     def blocks(self, format: str) -> NDArray[np.uint8]:
-        """As `Codec.blocks`."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
-        kind, (rows, columns) = _BY_NAME[format], self.shape
+        kind, (rows, columns) = BY_NAME[format.upper()], self.shape
         size = kind.block_size
         blocks = np.empty((rows, columns // size * kind.block_bytes), np.uint8)
         below = (zeros.astype(np.int16) - OFFSETS[kind.name]).astype(np.uint8)  # modulo 256: results have 8 bits

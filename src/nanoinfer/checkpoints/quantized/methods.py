@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import FORMATS
+from nanoinfer.checkpoints.gguf.formats import BY_NAME
 from nanoinfer.checkpoints.quantized.base import (
     E8M0,
     FLOATS,
@@ -53,7 +53,6 @@ from nanoinfer.utils.files import RegularFile, escaped, parse_json
 
 log = logging.getLogger("nanoinfer")
 
-_MXFP4 = next(format for format in FORMATS.values() if format.name == "MXFP4")
 _STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 """Ends of the name of the tensor that has the JSON of a matrix of bitsandbytes."""
 _MAPS = (".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
@@ -236,7 +235,7 @@ class _Mxfp4:
         return [_Mxfp4(packed, scale, (*scale.shape[:-1], scale.shape[-1] * 32)) for packed, scale in pairs]
 
     def dense(self) -> NDArray[np.float32]:
-        return _MXFP4.dequantize(self._blocks()).reshape(self.shape)
+        return BY_NAME["MXFP4"].dequantize(self._blocks()).reshape(self.shape)
 
     def blocks(self, format: str) -> NDArray[np.uint8]:
         return self._blocks().reshape(self.shape[0], -1)
