@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
 import inspect
@@ -69,10 +68,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if left_out else None
 
 
-@functools.cache
-def group_of(path: Path) -> str:
-    """Return the group whose tests one process runs: files that start Ray clusters are one, each other file is one."""
-    return "ray" if "helpers.ray_cluster" in path.read_text() else path.stem
+def group_of(item: pytest.Item) -> str:
+    """Return the group whose tests one process runs: its file, or what its marker `xdist_group` names."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.path.stem if mark is None else str(mark.args[0])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,10 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
                     item.add_marker(marker)
     if getattr(config.option, "loadgroup", False):  # set by pytest-xdist in the processes that it starts
-        num_slow = Counter(group_of(item.path) for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: (group_of(item.path) != "ray", -num_slow[group_of(item.path)], group_of(item.path)))
+        num_slow = Counter(group_of(item) for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (group_of(item) != "ray", -num_slow[group_of(item)], group_of(item)))
         for item in items:
-            item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+            if item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish() -> None:

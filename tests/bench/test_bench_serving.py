@@ -118,6 +118,7 @@ def test_peers_refuse_what_they_are_not_measured_with() -> None:
         refuses(lambda c=other: require_case(c, dtypes=("float32",)), "llama.cpp", "late requests")  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ceiling")
 def test_a_quick_run_from_measuring_to_the_page(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "serving.json"

@@ -48,6 +48,7 @@ def nanoinfer(env: dict[str, str], *arguments: object) -> subprocess.CompletedPr
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_native_is_measured_and_reported(no_torch: dict[str, str], tmp_path: Path, tiny_folder: Path) -> None:
     done = nanoinfer(
         no_torch, "bench", "--engine", "native", "--engine", "static", "--engine", "nanogpt", "--model", tiny_folder,
