@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import cast
 
 from nanoinfer.core.core import Core
-from nanoinfer.entrypoints.async_requests import FINAL_ONLY, AsyncRequest
+from nanoinfer.entrypoints.async_streams import FINAL_ONLY, AsyncRequest
 from nanoinfer.errors import NanoinferError, ResultError, one_line, result_error
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.scheduling.sequence import Request

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS
-from nanoinfer.entrypoints.async_streams import AsyncOutputStream
+from nanoinfer.entrypoints.async_streams import CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncOutputStream, AsyncRequest
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
@@ -243,8 +242,9 @@ class AsyncLLM(AsyncPoolingMethods):
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
+        request = AsyncRequest(request_id, output_kind)
         return AsyncOutputStream(
-            lambda: self._running().engine, making, request_id, output_kind, reader, lambda: self._running().reading
+            request, lambda: self._running().engine, making, reader, lambda: self._running().reading
         )
 
     async def abort(self, request_id: str) -> None:

@@ -144,8 +144,7 @@ class AsyncPoolingMethods:
             plan: returns the work; it runs in a worker thread.
             observe: as of `MergedStreams`.
         """
-        from nanoinfer.entrypoints.async_requests import FINAL_ONLY
-        from nanoinfer.entrypoints.async_streams import MergedStreams
+        from nanoinfer.entrypoints.async_streams import FINAL_ONLY, MergedStreams
 
         work = await self._workers(0).run(plan)
 
