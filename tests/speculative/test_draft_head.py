@@ -42,7 +42,7 @@ from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import SamplerRow, sample
-from nanoinfer.speculative import draft_head, native_ops, numpy_ops, torch_ops
+from nanoinfer.speculative import draft_head, numpy_ops, torch_ops
 from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
 from nanoinfer.speculative.head_drafter import HeadDrafter
@@ -65,11 +65,12 @@ def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3)
     return DraftHead(config, {name: np.float32(generator.normal(0.0, std, shape)) for name, shape in shapes.items()})
 
 
-def make_drafter(gpt: GPT, head: DraftHead | None = None, ops: ModuleType = numpy_ops) -> HeadDrafter:
+def make_drafter(gpt: GPT, head: DraftHead | None = None, kind: str = "numpy") -> HeadDrafter:
     head = head or make_head()
     frame = draft_head.target_embeddings(head.config, weights_of(gpt), "target")
-    if ops is not numpy_ops:
-        place = torch_ops.placement("cpu", "float32") if ops is torch_ops else native_ops.placement(threads=2)
+    ops: ModuleType = torch_ops if kind == "torch" else numpy_ops
+    if kind != "numpy":
+        place = torch_ops.placement("cpu", "float32") if kind == "torch" else numpy_ops.native_placement(threads=2)
         head, frame = head.map(place), frame.map(place)
     return HeadDrafter("head", head, frame, sample, V, ops=ops, max_num_seqs=4)
 
@@ -220,17 +221,15 @@ class Row:
         self.params = SamplingParams(temperature=temperature)
 
 
-@pytest.mark.parametrize(
-    "ops", [numpy_ops, pytest.param(native_ops, marks=native), torch_ops], ids=["numpy", "native", "torch"]
-)
+@pytest.mark.parametrize("kind", ["numpy", pytest.param("native", marks=native), "torch"])
 @pytest.mark.parametrize("keep_weights", [False, True])
-def test_what_it_proposes(keep_weights: bool, ops: ModuleType) -> None:
+def test_what_it_proposes(keep_weights: bool, kind: str) -> None:
     """Token by token what the module's docstring says, whatever else is asked for at the same time."""
     gpt, head = make_model(), make_head()
-    drafter, module = make_drafter(gpt, head, ops), RecurrentHead.of(head)
+    drafter, module = make_drafter(gpt, head, kind), RecurrentHead.of(head)
     rows = [Row(0.0), Row(0.0), Row(1.0), Row(0.0)]
     hidden = torch.randn(3, TINY.n_embd, generator=torch.Generator().manual_seed(1))
-    drafter.update_hidden(rows[:3], hidden if ops is torch_ops else hidden.numpy())
+    drafter.update_hidden(rows[:3], hidden if kind == "torch" else hidden.numpy())
     requests = [
         DraftRequest(row, [1, 2, 7 + i], 0, k, keep_weights)
         for i, (row, k) in enumerate(zip(rows, (2, 5, 3, 4), strict=True))

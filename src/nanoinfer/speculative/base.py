@@ -1,4 +1,4 @@
-"""The interface of drafters: requests, proposals, and the protocol. Each drafter has its own file.
+"""The interface of drafters: requests, proposals, and the protocol; sampling of proposals from logits.
 
 verify.py guarantees the output whatever a drafter proposes. A poor drafter affects speed only.
 """
@@ -6,13 +6,13 @@ verify.py guarantees the output whatever a drafter proposes. A poor drafter affe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.sampling.sampler import Sampler, SamplerRow, filtered_weights, sample_from
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.arrays import Array
 
@@ -110,3 +110,38 @@ class LookaheadRow:
     def output_token_ids(self) -> Sequence[int]:
         """The output tokens so far, followed by `tokens`."""
         return [*self._row.output_token_ids, *self._tokens]
+
+
+@dataclass
+class ProposalBuilder:
+    """A proposal under construction."""
+
+    request: DraftRequest
+    token_ids: list[int] = field(default_factory=list)
+    weights: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def finish(self) -> Proposal:
+        """Return the proposal with the tokens sampled so far."""
+        return Proposal(self.token_ids, np.stack(self.weights) if self.weights else None)
+
+
+def sample_next(builders: Sequence[ProposalBuilder], logits: Array, sampler: Sampler) -> None:
+    """Sample one more token for each proposal, with the target's parameters and uniforms (verify.py).
+
+    Args:
+        builders: B proposals; a token is appended to each.
+        logits: (B, V) float32.
+        sampler: the sampler of plain decoding.
+
+    Raises:
+        NanoinferError: a row's logits are not finite.
+    """
+    rows = [LookaheadRow(s.request.row, list(s.token_ids)) for s in builders]
+    if not builders[0].request.with_weights:
+        for s, sampled in zip(builders, sampler(logits, rows), strict=True):
+            s.token_ids.append(sampled.token_id)
+        return
+    weights = filtered_weights(logits, rows)
+    for s, w, token in zip(builders, weights, sample_from(weights, rows), strict=True):
+        s.token_ids.append(token)
+        s.weights.append(w)

@@ -130,9 +130,7 @@ class DraftFactory:
             place: Callable[[Array], Array] = ops.placement(target.device, target.dtype)
             head, embeddings = head.map(place), embeddings.map(place)
         elif registry.ENGINES["native"].unavailable() is None:
-            from nanoinfer.speculative import native_ops as ops
-
-            place = ops.placement(self._config.threads or environment.num_cpus(), environment.isa())
+            place = ops.native_placement(self._config.threads or environment.num_cpus(), environment.isa())
             head, embeddings = head.map(place), embeddings.map(place)
         log.info("draft: head %s", name)
         sampler, room = choose_sampler(target.device), limits.max_num_seqs

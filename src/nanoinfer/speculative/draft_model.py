@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
-from nanoinfer.speculative.base import DraftRequest, Proposal
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, sample_next
+from nanoinfer.speculative.base import DraftRequest, Proposal, ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import StepTimes
 from nanoinfer.utils.arrays import Array
 

@@ -21,9 +21,8 @@ import numpy as np
 
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative import numpy_ops
-from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.base import DraftRequest, Proposal, ProposalBuilder, sample_next
 from nanoinfer.speculative.draft_head import DraftHead, TargetEmbeddings, next_state
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
 from nanoinfer.utils.arrays import Array
 
@@ -36,7 +35,7 @@ class HeadDrafter:
             device, or matrices of the native extension.
         embeddings: of the target; the same kind of array in the same dtype.
         vocab_size: number of tokens that may be sampled, as for the target.
-        ops: operations on this kind of array: speculative/numpy_ops.py, native_ops.py or torch_ops.py.
+        ops: operations on this kind of array: speculative/numpy_ops.py or torch_ops.py.
         max_num_seqs: maximum number of requests per call.
     """
 

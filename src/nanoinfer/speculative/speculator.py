@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.scheduling.work import ScheduledSequence
-from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
+from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 from nanoinfer.utils.arrays import Array
 
@@ -112,7 +112,6 @@ class Speculator:
         self._fixed_k = speculate_k
         self._clock = clock
         self._adaptive = AdaptiveK(costs, drafter.estimate_sec) if costs is not None else None
-        self._acceptance: dict[scheduling.Sequence, AcceptanceStats] = {}
         self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
     def propose(self, work: Sequence[ScheduledSequence]) -> StepProposals:
@@ -135,13 +134,11 @@ class Speculator:
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
-        budgets = []
-        for r in requests:
-            s = cast("scheduling.Sequence", r.row)
-            if s not in self._acceptance:
-                self._acceptance[s] = AcceptanceStats(adaptive.acceptance)
-            to_come = s.max_tokens - s.num_output_tokens
-            budgets.append(DraftBudget(self._acceptance[s], r.num_tokens, to_come, self.drafter.num_behind(r)))
+        rows = [cast("scheduling.Sequence", r.row) for r in requests]
+        budgets = [
+            DraftBudget(r.num_tokens, s.max_tokens - s.num_output_tokens, self.drafter.num_behind(r))
+            for r, s in zip(requests, rows, strict=True)
+        ]
         return [replace(r, num_tokens=k) for r, k in zip(requests, adaptive.choose(budgets), strict=True) if k > 0]
 
     def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
@@ -168,7 +165,7 @@ class Speculator:
         for row, kept in zip(done.rows, tokens, strict=True):
             proposed = len(row.drafts)
             accepted = max(0, len(kept) - 1) if proposed else 0
-            rounds.append((self._acceptance.get(row.sequence), proposed, accepted))
+            rounds.append((proposed, accepted))
             stats = self.stats(row.sequence.request)
             stats.num_proposed += proposed
             stats.num_accepted += accepted
@@ -192,12 +189,10 @@ class Speculator:
 
     def forget(self, sequence: scheduling.Sequence) -> None:
         """Free the state of a sequence."""
-        self._acceptance.pop(sequence, None)
         self.drafter.forget(sequence)
 
     def reset(self) -> None:
         """Free the state of all sequences. Works after an exception interrupted any other method."""
-        self._acceptance.clear()
         self.drafter.reset()
 
 
