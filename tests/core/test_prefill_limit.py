@@ -22,9 +22,9 @@ from nanoinfer.engines.base import TokenFuture
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.prefill_limit import MIN_PREFILL, PrefillLimit
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.scheduling.work import MIN_PREFILL, PrefillLimit
 
 ANY = 1 << 20
 

@@ -11,7 +11,7 @@ Rules:
   it, and later ones may pass it.
 - Every decoding sequence runs in every step. The rest of `max_num_batched_tokens`, but at least a quarter of it, is
   spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. While
-  streamed requests decode, these chunks are what fits into a step of `target_step_ms` (prefill_limit.py). So every
+  streamed requests decode, these chunks are what fits into a step of `target_step_ms` (work.py). So every
   sequence progresses, and a long prompt does not stall the others.
 - If the step of a sequence needs blocks, kept sequences are closed. If that is not enough, the last running sequence in
   the order of admission is preempted: it is kept, waits, and goes on with what is left of it. Its tokens do not change.
@@ -29,12 +29,9 @@ from collections.abc import Sequence as Seq
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, QueueFull
-from nanoinfer.scheduling import beams
-from nanoinfer.scheduling.prefill_limit import PrefillLimit
-from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache
-from nanoinfer.scheduling.room import Room
+from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache, Room
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepBudget, sampling_sequences
+from nanoinfer.scheduling.work import PrefillLimit, ScheduledSequence, SchedulerStats, StepBudget, sampling_sequences
 
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
@@ -131,12 +128,12 @@ class Scheduler:
         if self._has_place(s):
             return True
         last, own = self._running[-1].request.priority, s.request.priority
-        return last > own or (last == own and beams.may_preempt_equals(s))
+        return last > own or (last == own and _may_preempt_equals(s))
 
     def _make_place(self, s: Sequence) -> bool:
         """Preempt running sequences until there is a place; return whether there is one."""
         while not self._has_place(s):
-            if not self._preempt_last(s, same_priority=beams.may_preempt_equals(s)):
+            if not self._preempt_last(s, same_priority=_may_preempt_equals(s)):
                 return False
         return True
 
@@ -159,7 +156,7 @@ class Scheduler:
         if self._reserved is None:
             self._reserved = self._room.reserved_for(self._running)
         while not self._room.make(s, count, self._reserved):
-            if not self._preempt_last(s, same_priority=beams.may_preempt_equals(s)) and not self._preempt_beam(s):
+            if not self._preempt_last(s, same_priority=_may_preempt_equals(s)) and not self._preempt_beam(s):
                 return False
             self._reserved = self._room.reserved_for(self._running)
         self._reserved += self._room.blocks_to_continue(s)
@@ -194,7 +191,7 @@ class Scheduler:
         """Keep a running sequence in the prefix cache and let it wait."""
         unforked = [other for other in s.request.sequences if other.admitted and other.awaits_fork]
         s.admitted = not unforked  # all of them are admitted together again
-        s.awaits_search = beams.awaits_search(s)
+        s.awaits_search = s.request.beams is not None and not s.num_uncached  # its logits were read
         insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
         self._reserved = None
@@ -321,12 +318,19 @@ class Scheduler:
         return self.remove_finished()
 
     # Beams -----------------------------------------------------------------------------------------------
+    #
+    # The beams of a search (core/beam_search.py) need not run in the same step, but the search continues only when the
+    # logits of all are read. So a beam that was preempted may take the place of a request of its own priority: the
+    # other beams wait for it and hold memory. A beam whose logits were read is idle until then, and may be preempted
+    # for another one of its search.
 
     def _preempt_beam(self, winner: Sequence, planned: Collection[Sequence] = ()) -> bool:
-        """Preempt a beam that waits for the others of its search, for one of them; return whether there was one."""
-        if (idle := beams.find_idle_beam(self._running, winner, planned)) is not None:
-            self._preempt(idle)
-        return idle is not None
+        """Preempt an idle beam of the search of `winner` that is not planned; return whether there was one."""
+        for s in self._running:
+            if s.request is winner.request and s.handle is not None and not s.num_uncached and s not in planned:
+                self._preempt(s)
+                return True
+        return False
 
     def requeue(self, request: Request) -> None:
         """Let the beams of the next step wait that have no sequence in the engine."""
@@ -386,3 +390,8 @@ class Scheduler:
 def _rank(s: Sequence) -> tuple[int, bool, int, int]:
     """Return a sequence's place in the order of admission: by priority, then preempted ones first, then by arrival."""
     return s.request.priority, not s.admitted, s.request.request_id, s.sample_index
+
+
+def _may_preempt_equals(s: Sequence) -> bool:
+    """Return whether sequences of the same priority may be preempted for a waiting one: for beams."""
+    return s.admitted and s.request.beams is not None
