@@ -24,7 +24,7 @@ from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
-from nanoinfer.entrypoints.pooling_methods import AsyncPoolingMethods
+from nanoinfer.entrypoints.pooling import AsyncPoolingMethods
 from nanoinfer.entrypoints.vllm_names import EngineArgs, llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
