@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.core.beam_search import BeamSearches
-from nanoinfer.core.observer import ENGINE, NoObserver, Observer
 from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
-from nanoinfer.core.step import Step, StepRunner
+from nanoinfer.core.step import ENGINE, NoObserver, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import one_line
 from nanoinfer.outputs import Delta, RequestOutput
@@ -38,7 +37,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, mark_scheduled, num_prefill, sampling_sequences
+from nanoinfer.scheduling.work import ScheduledSequence, num_prefill, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, by_speculator
 from nanoinfer.utils import processes
 
@@ -344,7 +343,9 @@ class Core:
 
     def _schedule(self) -> list[ScheduledSequence]:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
-        mark_scheduled(work := self.scheduler.schedule(), self.clock())
+        work, now = self.scheduler.schedule(), self.clock()
+        for w in work:
+            w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work

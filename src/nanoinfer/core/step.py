@@ -24,12 +24,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 from nanoinfer.core.beam_search import BeamSearches
-from nanoinfer.core.observer import ENGINE, SAMPLER, Observer
 from nanoinfer.core.output_processor import Logprobs
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
@@ -40,6 +39,24 @@ from nanoinfer.speculative.speculator import Speculator, StepProposals, StepRow,
 from nanoinfer.speculative.verify import Group, sample_and_verify
 from nanoinfer.structured import masks
 from nanoinfer.utils.arrays import Array
+
+ENGINE = "engine"
+SAMPLER = "sampler"
+
+
+class Observer(Protocol):
+    """Observes the steps of a core, for profiling. Set `core.observer` between two steps."""
+
+    def span(self, part: str) -> AbstractContextManager[object]:
+        """Return a context manager that is entered before a call of `part` (ENGINE or SAMPLER), and exited after it."""
+
+
+class NoObserver:
+    """The default observer; does nothing."""
+
+    def span(self, part: str) -> AbstractContextManager[object]:
+        """Return a context manager that does nothing."""
+        return nullcontext()
 
 
 @dataclass

@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.core import observer
+from nanoinfer.core import step as observer
 from nanoinfer.core.core import Core
-from nanoinfer.core.observer import NoObserver
+from nanoinfer.core.step import NoObserver
 
 if TYPE_CHECKING:
     from torch import nn

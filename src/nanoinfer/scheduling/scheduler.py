@@ -29,7 +29,7 @@ from collections.abc import Sequence as Seq
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, QueueFull
-from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache, Room
+from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.work import PrefillLimit, ScheduledSequence, SchedulerStats, StepBudget, sampling_sequences
 
@@ -50,7 +50,6 @@ class Scheduler:
         self.limits = engine.limits
         self._engine = engine
         self.cache = PrefixCache(engine, self.config.enable_prefix_caching)
-        self._room = Room(engine, self.cache)
         self.stats = SchedulerStats()
         self.prefill_limit = PrefillLimit(self.config.target_step_ms)
         self._waiting: list[Sequence] = []  # in the order of `_rank`; siblings that were never admitted are not in it
@@ -154,12 +153,12 @@ class Scheduler:
         """Make room for what is not cached of an opened sequence, beside what the running ones need to continue."""
         count = len(s.token_ids) - s.start - s.num_cached
         if self._reserved is None:
-            self._reserved = self._room.reserved_for(self._running)
-        while not self._room.make(s, count, self._reserved):
+            self._reserved = self.cache.reserved_for(self._running)
+        while not self.cache.make_room(s, count, self._reserved):
             if not self._preempt_last(s, same_priority=_may_preempt_equals(s)) and not self._preempt_beam(s):
                 return False
-            self._reserved = self._room.reserved_for(self._running)
-        self._reserved += self._room.blocks_to_continue(s)
+            self._reserved = self.cache.reserved_for(self._running)
+        self._reserved += self.cache.blocks_to_continue(s)
         return True
 
     def _start(self, first: Sequence) -> None:
@@ -212,7 +211,7 @@ class Scheduler:
         """Return whether one more sequence of `num_tokens` tokens can be opened now, closing kept ones if needed."""
         if len(self._running) >= self.limits.max_num_seqs or not self.cache.make_places(1):
             return False
-        handle, reserved = self._engine.open(), self._room.reserved_for(self._running)
+        handle, reserved = self._engine.open(), self.cache.reserved_for(self._running)
         try:
             while self._engine.num_free_blocks < reserved + self._engine.blocks_needed(handle, num_tokens):
                 if not self.cache.close_oldest():
@@ -252,7 +251,7 @@ class Scheduler:
             if not has_room:
                 if not self._make_room(s, count, reserved, work):
                     continue
-                reserved += self._room.blocks_needed(s, count)
+                reserved += self.cache.blocks_needed(s, count)
             budget.take(s, count, uncached)
             work[s] = self._work(s, count, count == uncached)
         return work
@@ -265,7 +264,7 @@ class Scheduler:
 
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
-        while not self._room.make(s, count, reserved):
+        while not self.cache.make_room(s, count, reserved):
             if not self._preempt_last(s, same_priority=True, planned=planned) and not self._preempt_beam(s, planned):
                 return False
         return True
@@ -273,7 +272,7 @@ class Scheduler:
     def _work(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSequence:
         """Return the work that processes `count` tokens of a sequence, and count them as cached."""
         if sequence.next_start != sequence.start:
-            self._room.slide(sequence)
+            self.cache.slide(sequence)
         first = sequence.start + sequence.num_cached
         sequence.num_cached += count
         token_ids, forks = sequence.token_ids[first : first + count], []

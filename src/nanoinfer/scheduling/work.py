@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -29,20 +28,6 @@ class ScheduledSequence:
     """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
     num_scored: int = 0
     """Number of logits that are read: after the last of these tokens, or before the one that is sampled from."""
-
-
-class SchedulerState(NamedTuple):
-    """What metrics read, as it was after an operation of the core. Any thread may read it at any time."""
-
-    num_running: int
-    """Requests of which a sequence is running."""
-    num_free_blocks: int
-    """Blocks of the KV cache that no sequence uses."""
-    num_prompt_tokens: int
-    """This and the following: `SchedulerStats`."""
-    num_shared_tokens: int
-    num_output_tokens: int
-    num_preempted: int
 
 
 class PrefillLimit:
@@ -101,7 +86,7 @@ class StepBudget:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler was made."""
+    """Counts since the scheduler was made. Metrics read a copy, as it was after an operation of the core (`state`)."""
 
     num_prompt_tokens: int = 0
     """Tokens of admitted prompts."""
@@ -111,12 +96,15 @@ class SchedulerStats:
     """Tokens that were generated."""
     num_preempted: int = 0
     """Number of times that a sequence was preempted."""
+    num_running: int = 0
+    """Of a copy: requests of which a sequence was running."""
+    num_free_blocks: int = 0
+    """Of a copy: blocks of the KV cache that no sequence used."""
 
-    def state(self, running: Seq[Sequence], num_free_blocks: int) -> SchedulerState:
-        """Return the counts, with the running sequences and the engine's free blocks between two steps."""
+    def state(self, running: Seq[Sequence], num_free_blocks: int) -> SchedulerStats:
+        """Return a copy, with the running sequences and the engine's free blocks between two steps."""
         num_running = len(running) if len(running) < 2 else len({s.request.request_id for s in running})
-        counts = self.num_prompt_tokens, self.num_shared_tokens, self.num_output_tokens, self.num_preempted
-        return SchedulerState(num_running, num_free_blocks, *counts)
+        return replace(self, num_running=num_running, num_free_blocks=num_free_blocks)
 
 
 def num_prefill(work: Seq[ScheduledSequence]) -> int:
@@ -127,9 +115,3 @@ def num_prefill(work: Seq[ScheduledSequence]) -> int:
 def sampling_sequences(work: Seq[ScheduledSequence]) -> list[Sequence]:
     """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
     return [s for w in work if w.samples for s in ((w.sequence, *w.forks) if w.forks else (w.sequence,))]
-
-
-def mark_scheduled(work: Seq[ScheduledSequence], now: float) -> None:
-    """Note the time of the first step of each request."""
-    for w in work:
-        w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
