@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.core.observer import ENGINE
+from nanoinfer.core.step import ENGINE
 
 TURNS, TURN_TOKENS = 20, 16
 NUM_STREAMS, STREAM_TOKENS, LATE_TOKENS = 8, 256, 16
