@@ -23,7 +23,7 @@ from helpers.tools import TWO
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.entrypoints.conversation import Conversation
+from nanoinfer.entrypoints.chat import Conversation
 from nanoinfer.inputs.messages import as_tools
 from nanoinfer.kv.plan import kv_block_bytes
 

@@ -44,8 +44,7 @@ from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.speculative import draft_head, numpy_ops, torch_ops
 from nanoinfer.speculative.base import DraftRequest
-from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
-from nanoinfer.speculative.head_drafter import HeadDrafter
+from nanoinfer.speculative.draft_head import DraftHead, DraftHeadConfig, HeadDrafter, TargetEmbeddings
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, char_to_json, fingerprint
 from nanoinfer.training import distill

@@ -72,7 +72,7 @@ def assert_nothing_is_held(llm: LLM) -> None:
         handles = [engine.open() for _ in range(engine.limits.max_num_seqs)]
         for h in handles:
             engine.close(h)
-    for held in (llm.core.speculator._acceptance, getattr(drafter, "_held", {}), getattr(drafter, "_indices", {})):
+    for held in (getattr(drafter, "_held", {}), getattr(drafter, "_indices", {})):
         assert not held
     llm.core.scheduler.check_integrity()
 

@@ -24,7 +24,7 @@ from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, Samplin
 from nanoinfer.utils.files import escaped, parse_json, read_text, reason
 
 if TYPE_CHECKING:
-    from nanoinfer.entrypoints.conversation import AnswerStream, Conversation
+    from nanoinfer.entrypoints.chat import AnswerStream, Conversation
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", *NO_FLAGS)
 QUOTES = '"""'

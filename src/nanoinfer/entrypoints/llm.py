@@ -19,8 +19,7 @@ from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
 from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
-from nanoinfer.entrypoints.chat import AnswerReader, chat_prompt
-from nanoinfer.entrypoints.conversation import Conversation
+from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.pooling import Pooler, PoolingMethods

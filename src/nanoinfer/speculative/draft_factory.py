@@ -116,7 +116,6 @@ class DraftFactory:
 
     def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
         from nanoinfer.speculative import numpy_ops
-        from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else fingerprint(target.tokenizer)
@@ -134,7 +133,7 @@ class DraftFactory:
             head, embeddings = head.map(place), embeddings.map(place)
         log.info("draft: head %s", name)
         sampler, room = choose_sampler(target.device), limits.max_num_seqs
-        return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, ops=ops, max_num_seqs=room)
+        return draft_head.HeadDrafter(name, head, embeddings, sampler, target.vocab_size, ops=ops, max_num_seqs=room)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
