@@ -95,7 +95,7 @@ class Core:
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self.outputs = OutputProcessor(tokenizer, self._speculators, clock)
         self._beams = BeamSearches(scheduler)
-        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.outputs.logprobs, clock)
+        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.outputs.add_logprobs, clock)
         self._lock = processes.step_lock()
         self._generation = processes.generation()
         self._waiting = _WaitingThreads()

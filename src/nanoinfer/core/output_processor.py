@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
@@ -19,34 +18,16 @@ if TYPE_CHECKING:
     from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 
-class Logprobs:
-    """Stores the log-probabilities that a request needs for the lifetime of its sequences."""
+def logprobs_of(s: Sequence) -> list[dict[int, Logprob]] | None:
+    """Return the log-probabilities of each token generated here; None if they were not requested."""
+    return None if s.params.logprobs is None else s.logprobs[: _num_sampled(s)]  # without tokens sampled past the end
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._of: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
-        self._sampled: WeakKeyDictionary[Sequence, list[float]] = WeakKeyDictionary()
 
-    def add(self, sequence: Sequence, tokens: Seq[Sampled]) -> None:
-        """Store the log-probabilities of a sequence's sampled tokens."""
-        for token_id, logprobs in tokens:
-            if logprobs is not None:
-                self._sampled.setdefault(sequence, []).append(logprobs[token_id][0])
-                if sequence.params.logprobs is not None:
-                    tokenizer = self._tokenizer if sequence.params.detokenize else None
-                    self._of.setdefault(sequence, []).append(describe(tokenizer, logprobs))
-
-    def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
-        """Return the log-probabilities of each token generated here; None if they were not requested."""
-        if sequence.params.logprobs is None:
-            return None
-        return self._of.get(sequence, [])[: _num_sampled(sequence)]  # without tokens sampled past the end
-
-    def cumulative(self, sequence: Sequence) -> float | None:
-        """Return the sum of the log-probabilities of these tokens; None if they were not computed."""
-        if sequence.cumulative_logprob is not None or sequence.params.num_logprobs is None:
-            return sequence.cumulative_logprob
-        return sum(self._sampled.get(sequence, [])[: _num_sampled(sequence)], 0.0)
+def _cumulative(s: Sequence) -> float | None:
+    """Return the sum of the log-probabilities of these tokens; None if they were not computed."""
+    if s.cumulative_logprob is not None or s.params.num_logprobs is None:
+        return s.cumulative_logprob
+    return sum(s.sampled_logprobs[: _num_sampled(s)], 0.0)
 
 
 def _num_sampled(s: Sequence) -> int:
@@ -80,14 +61,21 @@ class OutputProcessor:
     def __init__(
         self, tokenizer: Tokenizer | None, speculators: Mapping[Request, Speculator], clock: Callable[[], float]
     ) -> None:
-        self.logprobs = Logprobs(tokenizer)
-        self._speculators, self._clock = speculators, clock
+        self._tokenizer, self._speculators, self._clock = tokenizer, speculators, clock
         self._open: dict[Request, None] = {}
         """Requests that have not got their output."""
 
     def add(self, request: Request) -> None:
         """Note a request that is queued for execution."""
         self._open[request] = None
+
+    def add_logprobs(self, s: Sequence, tokens: Seq[Sampled]) -> None:
+        """Store the log-probabilities of a sequence's sampled tokens."""
+        for token_id, logprobs in tokens:
+            if logprobs is not None:
+                s.sampled_logprobs.append(logprobs[token_id][0])
+                if s.params.logprobs is not None:
+                    s.logprobs.append(describe(self._tokenizer if s.params.detokenize else None, logprobs))
 
     def delta(self, s: Sequence, num_before: int) -> Delta:
         """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
@@ -116,12 +104,12 @@ class OutputProcessor:
                 list(s.output_token_ids),
                 s.finish_reason,
                 s.stop_reason,
-                self.logprobs.of(s),
+                logprobs_of(s),
                 s.error,
-                self.logprobs.cumulative(s),
+                _cumulative(s),
                 accepted(s, 0, s.num_output_tokens),
             )
-            for i, s in enumerate(_returned(request, self.logprobs))
+            for i, s in enumerate(_returned(request))
         ]
         stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
         return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, self._clock())
@@ -163,13 +151,13 @@ def assemble(
     )
 
 
-def _returned(request: Request, logprobs: Logprobs) -> list[Sequence]:
+def _returned(request: Request) -> list[Sequence]:
     """Return the request's sequences; with best_of > n, the n of the highest log-probability per token, best first."""
     if request.params.num_sequences == request.params.n:
         return request.sequences
 
     def mean(s: Sequence) -> float:
-        total = logprobs.cumulative(s)
+        total = _cumulative(s)
         return total / s.num_output_tokens if total is not None and s.num_output_tokens and not s.error else -math.inf
 
     return sorted(request.sequences, key=mean, reverse=True)[: request.params.n]

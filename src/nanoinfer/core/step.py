@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from nanoinfer.core.beam_search import BeamSearches
-from nanoinfer.core.output_processor import Logprobs
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
@@ -94,7 +93,7 @@ class StepRunner:
         engine, sampler: see their interfaces.
         vocab_size: number of tokens that may be sampled.
         beams: reads the rows of beams.
-        logprobs: stores the log-probabilities of sampled tokens.
+        note: stores the log-probabilities of sampled tokens.
         clock: returns seconds.
     """
 
@@ -104,11 +103,11 @@ class StepRunner:
         sampler: Sampler,
         vocab_size: int,
         beams: BeamSearches,
-        logprobs: Logprobs,
+        note: Callable[[Sequence, list[Sampled]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine, self._sampler, self._vocab_size = engine, sampler, vocab_size
-        self._beams, self._logprobs, self._clock = beams, logprobs, clock
+        self._beams, self._note, self._clock = beams, note, clock
 
     def run(self, step: Step, observer: Observer) -> list[list[int]]:
         """Run a step; return the tokens of each sequence that samples, none for those in `step.faults`.
@@ -132,7 +131,7 @@ class StepRunner:
         for row, some in zip(rows, sampled, strict=True):
             if some or row.is_beam:
                 row.sequence.note_token(now)
-            self._logprobs.add(row.sequence, some)
+            self._note(row.sequence, some)
         if step.speculator is not None:
             for row, token_ids in zip(rows, tokens, strict=True):
                 self._keep_accepted(row, token_ids)

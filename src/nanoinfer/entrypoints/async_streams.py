@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.core import output_processor as request_outputs
-from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.chat import AnswerReader
 from nanoinfer.inputs.prompts import numbered
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
@@ -96,8 +95,11 @@ class AsyncRequest:
         """Whether the end of the request was received."""
         return self._end is not None
 
-    def take(self, core: Core) -> RequestOutput:
+    def take(self, now: float) -> RequestOutput:
         """Return what was received since the last call, in the form that `output_kind` says.
+
+        Args:
+            now: seconds on the core's clock.
 
         Raises:
             Exception: the request has failed.
@@ -113,11 +115,11 @@ class AsyncRequest:
         outputs, lengths = [], []
         for s, received in zip(self.request.sequences, self._received, strict=True):
             if received.changed or self.output_kind == CUMULATIVE:
-                outputs.append(_completion(s, received, core.outputs.logprobs, self.output_kind))
+                outputs.append(_completion(s, received, self.output_kind))
                 received.text_taken, received.tokens_taken = len(received.text), received.num_tokens
                 received.changed = False
             lengths.append(received.num_tokens)
-        return request_outputs.assemble(self.request, outputs, lengths, None, core.clock(), self.request_id)
+        return request_outputs.assemble(self.request, outputs, lengths, None, now, self.request_id)
 
     def _rest(self, end: RequestOutput) -> list[CompletionOutput]:
         """Return what the iterator has not returned yet of the whole output."""
@@ -134,13 +136,13 @@ class AsyncRequest:
         return rest
 
 
-def _completion(s: Text, received: _Received, logprobs: request_outputs.Logprobs, output_kind: str) -> CompletionOutput:
+def _completion(s: Text, received: _Received, output_kind: str) -> CompletionOutput:
     """Return an output as far as it was received. The engine thread may have appended further tokens to `s`."""
     at, text = 0, received.text
     if output_kind == DELTA:
         at, text = received.tokens_taken, text[received.text_taken :]
     end, first, given = received.num_tokens, len(s.prompt_token_ids), s.num_given_tokens
-    values, total = logprobs.of(s), None
+    values, total = request_outputs.logprobs_of(s), None
     if values is not None:
         token_ids, values = s.token_ids[first + given : first + end], values[: end - given]
         total = sum(found[token].logprob for token, found in zip(token_ids, values, strict=True))
@@ -218,7 +220,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
     def take(self) -> RequestOutput:
         """Return the output that is ready; if it is `unread`, for `read`. Raises the error of a failed request."""
         assert self._engine is not None
-        output, reader = self._request.take(self._engine.core), self._reader
+        output, reader = self._request.take(self._engine.core.clock()), self._reader
         self.finished = self._request.ended
         self.unread = reader is not None and not reader.is_quick(output)
         return output if reader is None or self.unread else reader.read(output)

@@ -183,6 +183,10 @@ class Sequence:
     prefill."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens, if it is the result of a beam search."""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Log-probabilities of each sampled token, if they were requested. It may have more items than there are tokens."""
+    sampled_logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each sampled token, if it is computed. It may have more items than there are tokens."""
     draft_accepted: list[bool] = field(default_factory=list)
     """With a draft: for each generated token whether it was proposed. It may have more items than there are tokens."""
     grammar: TokenGrammar | None = None
