@@ -9,7 +9,7 @@ finish_reason="error". An exception in the engine ends all running requests.
 
 A step holds a lock, so that several threads may use one core. An exception, Ctrl-C included, may interrupt a step at
 any point. The core then discards the step: it ends all running requests, and resets the engine, the drafter and the
-device sampler. If a second exception interrupts the reset, the next call repeats it (`_locked`).
+device sampler. If a second exception interrupts the reset, the next call repeats it (`_begin`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -188,7 +187,7 @@ class Core:
             while self.scheduler.cache.close_oldest():
                 pass
 
-        self._locked(close_all, changes=True)
+        self._locked(lambda: self._guarded(close_all))
 
     @property
     def unfinished(self) -> bool:
@@ -217,40 +216,51 @@ class Core:
         Raises:
             Exception: the engine failed. All running requests have been ended and closed.
         """
-        run = self._step if self._overlap is None else partial(self._step_ahead, self._overlap)
-        deltas = self._locked(lambda: [] if until is not None and until() else run(), changes=True)
+        with self._waiting, self._lock_in_turn():
+            self._begin()
+            self._clean = False
+            try:
+                deltas: list[Delta] = []
+                if until is None or not until():
+                    if (launches := self._may_launch()) or self._in_flight is not None:
+                        deltas = self._step_ahead(launches)
+                    else:  # schedule, run, postprocess
+                        start, scheduled = self.clock(), self._schedule()
+                        for step in self._split(scheduled):
+                            tokens = self._steps.run(step, self.observer)
+                            deltas += self._postprocess(step.work, tokens, step.faults)
+                        self.scheduler.prefill_limit.note(num_prefill(scheduled), self.clock() - start)
+            except BaseException as e:
+                self._recover(e)
+                raise
+            self._end()
         for _ in range(MAX_HAND_OVER_SLEEPS):
             if not self._waiting or self._lock.locked():
                 break
             time.sleep(HAND_OVER_SEC)
         return deltas
 
-    def _step(self) -> list[Delta]:
-        """Schedule, run, postprocess."""
-        start, deltas = self.clock(), list[Delta]()
-        scheduled = self._schedule()
+    def _split(self, scheduled: list[ScheduledSequence]) -> list[Step]:
+        """Return the parts of a step: one for each speculator."""
         groups = by_speculator(scheduled, self._speculators)
-        for i, (speculator, work) in enumerate(groups):
-            step = Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
-            tokens = self._steps.run(step, self.observer)
-            deltas += self._postprocess(work, tokens, step.faults)
-        self.scheduler.prefill_limit.note(num_prefill(scheduled), self.clock() - start)
-        return deltas
+        return [
+            Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
+            for i, (speculator, work) in enumerate(groups)
+        ]
 
-    def _step_ahead(self, overlap: OverlapScheduler) -> list[Delta]:
-        """Schedule and launch, then postprocess the step before (overlap.py).
+    def _may_launch(self) -> bool:
+        """Return whether the next step can be launched before the tokens of the previous one are read."""
+        if self._overlap is None or any(not r.finished for r in self._speculators):
+            return False
+        return self._overlap.may_run()
 
-        While a request is sampled on the host, steps are not overlapped.
-        """
+    def _step_ahead(self, launches: bool) -> list[Delta]:
+        """Schedule and launch if `launches`, then postprocess the step before (overlap.py)."""
         start, before, self._in_flight = self.clock(), self._in_flight, None
-        speculates = any(not r.finished for r in self._speculators)
-        if not speculates and overlap.may_run():
-            if work := self._schedule():
-                with self.observer.span(ENGINE):
-                    self._in_flight = overlap.launch(work)
-                self._in_flight.since = start
-        elif before is None:
-            return self._step()
+        if launches and (work := self._schedule()):
+            with self.observer.span(ENGINE):
+                self._in_flight = cast(OverlapScheduler, self._overlap).launch(work)
+            self._in_flight.since = start
         return [] if before is None else self._postprocess(before.work, *self._read(before))
 
     def use_engine(self, num_tokens: int, use: Callable[[Engine], T]) -> T:
@@ -272,7 +282,7 @@ class Core:
             return None
 
         while not results:
-            if (error := self._locked(use_if_room, changes=True)) is not None:
+            if (error := self._locked(lambda: self._guarded(use_if_room))) is not None:
                 raise error
             if not results:
                 self.step(until=lambda: self.scheduler.has_room(num_tokens))
@@ -280,26 +290,11 @@ class Core:
 
     # Operations ------------------------------------------------------------------------------------------
 
-    def _locked(self, operation: Callable[[], T], *, changes: bool = False) -> T:
-        """Run an operation between two others, with the lock held.
-
-        It is a function, not the body of a context manager in Python, whose exit an interrupt could skip.
-
-        Args:
-            operation: runs after requests that were cancelled have been ended.
-            changes: whether engine and running sequences may be inconsistent if it raises: the core then recovers.
-        """
-        processes.wait_if_exiting()
-        if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
-            self._generation, self._lock = processes.generation(), processes.step_lock()
-            self._waiting.clear()
-        with self._waiting, self._lock if not processes.is_exiting() else nullcontext():
-            self._waiting.discard(threading.get_ident())
-            if not self._clean:
-                self._recover(None)
-            if self._cancelled:
-                self._guarded(self._end_cancelled)
-            return self._guarded(operation) if changes else operation()
+    def _locked(self, operation: Callable[[], T]) -> T:
+        """Run an operation between two others, which changes no running sequence if it raises."""
+        with self._waiting, self._lock_in_turn():
+            self._begin()
+            return operation()
 
     def _guarded(self, operation: Callable[[], T]) -> T:
         """Run an operation, and recover if it raises."""
@@ -311,6 +306,22 @@ class Core:
             raise
         self._end()
         return result
+
+    def _lock_in_turn(self) -> AbstractContextManager[object]:
+        """Return the lock that every operation holds."""
+        processes.wait_if_exiting()
+        if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
+            self._generation, self._lock = processes.generation(), processes.step_lock()
+            self._waiting.clear()
+        return self._lock if not processes.is_exiting() else nullcontext()
+
+    def _begin(self) -> None:
+        """Start an operation: recover from an interrupted one, and end the requests that were cancelled."""
+        self._waiting.discard(threading.get_ident())
+        if not self._clean:
+            self._recover(None)
+        if self._cancelled:
+            self._guarded(self._end_cancelled)
 
     def _end_cancelled(self) -> None:
         """End the requests that were cancelled."""

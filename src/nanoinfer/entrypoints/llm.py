@@ -23,7 +23,7 @@ from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.pooling import Pooler, PoolingMethods
-from nanoinfer.entrypoints.streams import OutputStream, TextStream, run_all
+from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults, one_of
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
@@ -34,6 +34,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tokenizers.tokenizer import decode
 from nanoinfer.utils.checks import require_bool, require_choice, show
 from nanoinfer.utils.processes import computing
+from nanoinfer.utils.progress import ProgressBar
 
 
 class LLM(PoolingMethods):
@@ -128,7 +129,13 @@ class LLM(PoolingMethods):
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
         requests = self.requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
-        run_all(self.core, requests, "generate", use_tqdm)
+        with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
+            self.core.submit(requests)
+            finished = all_finished(requests)
+            while not finished():
+                self.core.step(until=finished)
+                if bar.due():
+                    bar.update(sum(r.finished for r in requests), len(requests))
         return [self.core.output(r) for r in requests]
 
     def beam_search(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
-from nanoinfer.entrypoints.streams import run_all
+from nanoinfer.entrypoints.streams import Ownership, all_finished
 from nanoinfer.errors import NanoinferError, ResultError, input_too_long
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
@@ -43,6 +43,7 @@ from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.checks import show
+from nanoinfer.utils.progress import ProgressBar
 from nanoinfer.utils.workers import Workers
 
 if TYPE_CHECKING:
@@ -414,7 +415,14 @@ class PoolingMethods:
 
     def pool(self, work: PoolingWork[T], what: str = "embed", use_tqdm: bool | None = None) -> list[T]:
         """Run the requests of some work beside others, and return its results. `what`: names the progress bar."""
-        run_all(self.core, requests := work.make(), what, use_tqdm)
+        requests = work.make()
+        with Ownership(self.core, requests), ProgressBar(what, use_tqdm) as bar:
+            self.core.submit(requests)
+            finished = all_finished(requests)
+            while not finished():
+                self.core.step(until=finished)
+                if bar.due():
+                    bar.update(sum(r.finished for r in requests), len(requests))
         for i, request in enumerate(requests):
             (sequence,) = request.sequences
             if sequence.finish_reason != "stop":

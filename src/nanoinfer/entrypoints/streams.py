@@ -8,13 +8,12 @@ ends its requests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nanoinfer.core.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.utils.progress import ProgressBar
 
 
 class Ownership:
@@ -42,21 +41,16 @@ class Ownership:
             self._core.cancel(self._requests)
 
 
-def run_all(core: Core, requests: Sequence[Request], what: str, use_tqdm: bool | None) -> None:
-    """Queue requests, and run steps until they have finished. An exception ends them. `what`: for the progress bar."""
+def all_finished(requests: Sequence[Request]) -> Callable[[], bool]:
+    """Return a function that returns whether the requests have finished. It looks at each finished one once."""
     unfinished = [*requests]
 
     def finished() -> bool:
-        while unfinished and unfinished[-1].finished:  # looks at each finished one once
+        while unfinished and unfinished[-1].finished:
             unfinished.pop()
         return not unfinished
 
-    with Ownership(core, requests), ProgressBar(what, use_tqdm) as bar:
-        core.submit(requests)
-        while not finished():
-            core.step(until=finished)
-            if bar.due():
-                bar.update(sum(r.finished for r in requests), len(requests))
+    return finished
 
 
 class OutputStream(Iterator[Delta | RequestOutput]):
