@@ -36,8 +36,7 @@ from nanoinfer import (
 )
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints import async_engine as async_engine_module
-from nanoinfer.entrypoints.async_engine import CLOSED
-from nanoinfer.entrypoints.async_streams import AsyncRequest
+from nanoinfer.entrypoints.async_engine import CLOSED, AsyncRequest
 from nanoinfer.errors import QueueFull
 from nanoinfer.inputs.chat import ChatFormatter
 from nanoinfer.outputs import Logprob

@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
-from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_streams import CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncOutputStream, AsyncRequest
+from nanoinfer.entrypoints.async_engine import CLOSED, CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncEngine, AsyncRequest
+from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM

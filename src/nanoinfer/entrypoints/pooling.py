@@ -470,7 +470,8 @@ class AsyncPoolingMethods:
             plan: returns the work; it runs in a worker thread.
             observe: as of `MergedStreams`.
         """
-        from nanoinfer.entrypoints.async_streams import FINAL_ONLY, MergedStreams  # asyncio: not in all programs
+        from nanoinfer.entrypoints.async_engine import FINAL_ONLY  # asyncio: not in all programs
+        from nanoinfer.entrypoints.async_streams import MergedStreams
 
         work = await self._workers(0).run(plan)
 
