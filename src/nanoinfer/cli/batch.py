@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanoinfer.cli import batch_ray
-from nanoinfer.cli.batch_ray import RayFlags
+from nanoinfer.batch.lines import STANDARD
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import NO_FLAGS, are_given, config_flag, flags, llm_config, of_model, option
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
-from nanoinfer.utils.checks import require_int
-from nanoinfer.utils.files import read_text
+from nanoinfer.utils.checks import bounded, keep_fields, require_int
+from nanoinfer.utils.files import escaped, read_text
+from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from nanoinfer.batch.lines import LineReader
@@ -32,6 +36,44 @@ _CAPACITY = (
     "max_num_queued", "enable_prefix_caching",
 )  # fmt: skip
 """Options that may change when a batch is continued: they do not determine what is generated."""
+
+
+@dataclass(frozen=True)
+class RayFlags:
+    """The flags of a batch on a cluster; None: not given."""
+
+    ray: str | None = None
+    """Generate on a Ray cluster: HOST:PORT, auto (the one on this machine) or local (start one here)."""
+    num_actors: int | None = bounded(None, 1, 1 << 20)
+    """Replicas of the model on the cluster (default: as many as its nodes have CPUs for)."""
+    cpus_per_actor: int | None = bounded(None, 1, 1 << 20)
+    """CPUs of a replica, and its threads (default: those of the smallest node)."""
+
+    def __post_init__(self) -> None:
+        keep_fields(self)
+        for name in ("num_actors", "cpus_per_actor"):
+            if getattr(self, name) is not None and self.ray is None:
+                raise NanoinferError(f"--{name.replace('_', '-')} needs --ray: one process has no actors")
+
+    def has_shards(self, inputs: Sequence[str], output: str) -> bool:
+        """Return whether the input is a folder or a URI, or the output. Raises NanoinferError: they do not fit."""
+        if self.ray is not None and STANDARD in inputs:
+            raise _no_stream()
+        remote = [name for name in (*inputs, output) if "://" in name or os.path.isdir(name)]
+        if self.ray is None or not remote:
+            if any("://" in name for name in remote):
+                raise NanoinferError(f"{escaped(remote[0])} is a URI: give --ray ADDRESS, or --ray local")
+            return False
+        if len(inputs) != 1:
+            raise NanoinferError(f"{len(inputs)} inputs with {escaped(remote[0])}: give one folder or URI of shards")
+        return True
+
+    def job(self, config: LLMConfig, options: BatchOptions, **more: Any) -> Any:
+        """Return the job of the cluster's actors."""
+        from nanoinfer.ray.pool import Job
+
+        given = tuple(are_given(f.name for f in dataclasses.fields(SamplingParams)))
+        return Job(config, options, given, num_actors=self.num_actors, cpus_per_actor=self.cpus_per_actor, **more)
 
 
 @command("batch")
@@ -93,7 +135,7 @@ def batch(
         if reader.at_end():
             records.start()
         elif cluster.ray is not None:
-            batch_ray.generate(cluster, config, options, reader, inputs, records)
+            _run_on_ray(cluster, reader, records, cluster.job(config, options, several=len(inputs) > 1))
         else:
             _run(config, options, reader, records)
         records.finish(complete=True)
@@ -111,18 +153,46 @@ def batch(
 def _run_shards(
     cluster: RayFlags, source: str, target: str, overwrite: bool, config: LLMConfig, options: BatchOptions
 ) -> None:
-    shards = batch_ray.open_shards(source, target, _settings(config, options), overwrite)
+    from nanoinfer.ray.shards import Shards
+
+    shards = Shards(source, target, _settings(config, options), overwrite)
     try:
         if done := shards.counts()[0]:
             _note(f"{target} {'is complete' if shards.complete else 'continues'} after {done:,} lines")
         if not shards.complete:
-            batch_ray.generate_shards(cluster, config, options, shards)
+            with _connected(cluster) as bar:
+                shards.run(cluster.job(config, options), bar)
     except KeyboardInterrupt:
         _note(f"interrupted after {shards.counts()[0]:,} lines: run the same command again to continue")
         raise
     finally:
         shards.close()
     _report(*shards.counts())
+
+
+def _run_on_ray(cluster: RayFlags, reader: LineReader, records: FileOutput | StreamOutput, job: Any) -> None:
+    """Write the records of the lines that the reader has left."""
+    if not reader.is_regular:
+        raise _no_stream()
+
+    from nanoinfer.ray.pool import run_file
+
+    with _connected(cluster) as bar:
+        run_file(reader, records, job, bar)
+
+
+@contextmanager
+def _connected(cluster: RayFlags) -> Iterator[ProgressBar]:
+    """Connect to the cluster, and show the progress of the batch."""
+    from nanoinfer.ray.connect import connected
+
+    assert cluster.ray is not None
+    with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
+        yield bar
+
+
+def _no_stream() -> NanoinferError:
+    return NanoinferError("--ray reads its input in several places: give regular files, no standard input or pipe")
 
 
 def _report(num_records: int, num_errors: int, first_error: str) -> None:
@@ -146,7 +216,6 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     """Load the model and write the records."""
     from nanoinfer.batch.run import BatchRunner
     from nanoinfer.entrypoints.llm import LLM
-    from nanoinfer.utils.progress import ProgressBar
 
     llm = LLM.from_config(config)
     runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
