@@ -225,6 +225,12 @@ CASES: dict[str, Case] = {
         "stablelm", ALL_HEADS | {"use_qkv_bias": True} | theta(1e4, partial_rotary_factor=0.25),
         "npm/gpt35turbo", "stablelm2",
     ),
+    "StableLM 2 12B": Case(
+        "stablelm",
+        {"use_qkv_bias": False, "qk_layernorm": True, "use_parallel_residual": True}
+        | theta(1e4, partial_rotary_factor=0.25),
+        "npm/gpt35turbo", "stablelm2", known={"logits": "the converter does not write the norms of heads"},
+    ),
     "StableLM 3B 4E1T": Case(
         "stablelm", ALL_HEADS | {"use_qkv_bias": False} | theta(1e4, partial_rotary_factor=0.25), "ggml/gpt-neox",
         "olmo", OWN,
@@ -245,9 +251,13 @@ CASES: dict[str, Case] = {
         "cohere", {"logit_scale": 0.0625} | TIED | theta(8e6), "ggml/command-r", "command-r", (),
         "CohereForAI-c4ai-command-r-plus-tool_use.jinja",
     ),
+    "Command R+": Case(
+        "cohere", {"logit_scale": 0.8333333333333334, "use_qk_norm": True} | TIED | theta(75e6), "ggml/command-r",
+        "command-r", (), "CohereForAI-c4ai-command-r-plus-tool_use.jinja",
+    ),
     "Command R7B": Case(
         "cohere2", WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4} | TIED | theta(5e4), "ggml/command-r",
-        "command-r", (), "CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", (), {"rotary_pct": 1.0},
+        "command-r", (), "CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", stored={"rotary_pct": 1.0},
     ),
     "EXAONE 4 1.2B": Case(
         "exaone4",
