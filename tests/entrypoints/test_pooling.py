@@ -43,15 +43,7 @@ def hidden(ids: list[int]) -> torch.Tensor:
     """(len(ids), C): the final hidden states of the reference model of `make_folder`."""
     gpt = make_model()
     with torch.no_grad():
-        return gpt.hidden(torch.tensor([ids]), torch.arange(len(ids)), __causal(gpt))[0]
-
-
-def __causal(gpt: Any) -> Any:
-    from functools import partial
-
-    from nanoinfer.models.attention import causal_attention
-
-    return partial(causal_attention, gpt.config, gpt.sinks)
+        return gpt.hidden(torch.tensor([ids]), torch.arange(len(ids)))[0]
 
 
 def values(llm: LLM, prompts: Any, params: PoolingParams | None = None) -> list[list[float]]:

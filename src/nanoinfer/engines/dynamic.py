@@ -6,6 +6,8 @@ written in place, so a fork shares its parent's tensors, and truncation is a vie
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,42 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
-from nanoinfer.models.attention import masking, scaled_attention
-from nanoinfer.models.gpt import GPT, Attend
+from nanoinfer.models.attention import AttentionSpec, masking, scaled_attention
+from nanoinfer.models.gpt import GPT
 
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (K, T, D)
+
+
+class _Step:
+    """The new tokens of a step, one sequence after the other, and the tensors of their sequences.
+
+    Args:
+        kv: of each sequence; changed.
+        starts: number of tokens before the step, of each sequence.
+        num_new: number of new tokens, of each sequence.
+        device: of the tensors.
+    """
+
+    def __init__(self, kv: list[list[LayerKV]], starts: list[int], num_new: list[int], device: torch.device) -> None:
+        self._kv, self._starts, self._num_new = kv, starts, num_new
+        self._masking = cache(partial(masking, device=device))  # most layers have the same
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Replace the tensors of a layer by longer ones."""
+        new = (torch.split(x.transpose(0, 1), self._num_new, dim=1) for x in (k, v))  # (K, n, D) of each sequence
+        for kv, start, new_k, new_v in zip(self._kv, self._starts, *new, strict=True):
+            past_k, past_v = kv[layer]  # an interrupted step leaves more than `start` tokens
+            kv[layer] = torch.cat([past_k[:, :start], new_k], dim=1), torch.cat([past_v[:, :start], new_v], dim=1)
+
+    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Attend in one sequence after the other."""
+        out = []
+        for q_i, kv, start in zip(torch.split(q, self._num_new), self._kv, self._starts, strict=True):
+            (keys, values), n = kv[spec.source], len(q_i)
+            masked = self._masking(n, start + n, spec.window)
+            y = scaled_attention(spec, q_i.transpose(0, 1)[None], keys[None], values[None], masked)
+            out.append(y[0].transpose(0, 1))  # (n, H, D)
+        return torch.cat(out)
 
 
 class DynamicEngine(TorchEngine):
@@ -29,29 +63,8 @@ class DynamicEngine(TorchEngine):
         shapes = [(layer.n_kv_head, 0, layer.head_dim) for layer in layers]
         self._empty = [(torch.empty(s, device=self.device, dtype=self.dtype),) * 2 for s in shapes]
 
-    def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
-        counts = list(zip(starts, batch.num_new, strict=True))
-        maskings = {w: [masking(n, s + n, w, self.device) for s, n in counts] for w in self.config.windows}
-
-        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-            # Each sequence's part of the flat tokens, as (heads, n, D).
-            queries, *new = [torch.split(x.transpose(0, 1), batch.num_new, dim=1) for x in (q, k, v) if x is not None]
-            out, source, sinks = [], self.config.kv_layer(layer), self.model.sinks(layer)
-            for i, (handle, start, masked) in enumerate(
-                zip(batch.handles, starts, maskings[self.config.layer(layer).window], strict=True)
-            ):
-                kv = self._kv[handle]
-                if new:
-                    past_k, past_v = kv[layer]
-                    keys = torch.cat([past_k[:, :start], new[0][i]], dim=1)  # an interrupted step leaves more
-                    values = torch.cat([past_v[:, :start], new[1][i]], dim=1)
-                    kv[layer] = keys, values
-                keys, values = kv[source]
-                y = scaled_attention(self.config, queries[i][None], keys[None], values[None], masked, sinks)
-                out.append(y[0].transpose(0, 1))  # (n, H, D)
-            return torch.cat(out)
-
-        return attend
+    def _begin(self, batch: StepBatch, starts: list[int]) -> _Step:
+        return _Step([self._kv[handle] for handle in batch.handles], starts, batch.num_new, self.device)
 
     def _open(self, handle: Handle) -> None:
         self._kv[handle] = self._empty.copy()

@@ -9,6 +9,8 @@ gathers every sequence's blocks into a copy, because PyTorch's attention reads c
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,49 @@ from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool
-from nanoinfer.kv.slots import allocate
-from nanoinfer.models.attention import masking, scaled_attention
-from nanoinfer.models.gpt import GPT, Attend
+from nanoinfer.kv.slots import LayerTensors, allocate
+from nanoinfer.models.attention import AttentionSpec, masking, scaled_attention
+from nanoinfer.models.gpt import GPT
+
+
+class _Step:
+    """The new tokens of a step, one sequence after the other, and where the pool has those of their sequences.
+
+    Args:
+        k, v: (blocks, KV_BLOCK, K, D) of each layer; changed.
+        tables: blocks of each sequence, those of the new tokens included.
+        starts: number of tokens before the step, of each sequence.
+        num_new: number of new tokens, of each sequence.
+    """
+
+    def __init__(
+        self, k: LayerTensors, v: LayerTensors, tables: list[Tensor], starts: list[int], num_new: list[int]
+    ) -> None:
+        device = tables[0].device
+        self._k, self._v, self._tables, self._starts, self._num_new = k, v, tables, starts, num_new
+        positions = [torch.arange(s, s + n, device=device) for s, n in zip(starts, num_new, strict=True)]
+        self._blocks = torch.cat([table[p // KV_BLOCK] for table, p in zip(tables, positions, strict=True)])  # (N,)
+        self._places = torch.cat(positions) % KV_BLOCK  # (N,), of the new tokens in their blocks
+        self._masking = cache(partial(masking, device=device))  # most layers have the same
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write to the blocks."""
+        self._k[layer][self._blocks, self._places] = k
+        self._v[layer][self._blocks, self._places] = v
+
+    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Attend in one sequence after the other."""
+        out = []
+        for q_i, table, start in zip(torch.split(q, self._num_new), self._tables, self._starts, strict=True):
+            length = start + len(q_i)
+            # The gathered blocks in the order of the sequence, without the unused places: (1, K, S, D).
+            keys, values = (
+                x[spec.source][table].flatten(0, 1)[:length].transpose(0, 1)[None] for x in (self._k, self._v)
+            )
+            masked = self._masking(len(q_i), length, spec.window)
+            y = scaled_attention(spec, q_i.transpose(0, 1)[None], keys, values, masked)
+            out.append(y[0].transpose(0, 1))  # (n, H, D)
+        return torch.cat(out)
 
 
 class PagedEngine(TorchEngine):
@@ -35,35 +77,14 @@ class PagedEngine(TorchEngine):
             f"{num_blocks} blocks of {KV_BLOCK} tokens",
         )  # fmt: skip
 
-    def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
+    def _begin(self, batch: StepBatch, starts: list[int]) -> _Step:
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
             if (copy := self._pool.append(handle, num_new)) is not None:
                 shared, own = copy
-                for cache in (*self._k.whole, *self._v.whole):
-                    cache[:, own] = cache[:, shared]
-        counts = list(zip(starts, batch.num_new, strict=True))
-        tables = [torch.tensor(self._pool.table(h), device=self.device) for h in batch.handles]
-        positions = [torch.arange(s, s + n, device=self.device) for s, n in counts]
-        blocks = torch.cat([table[p // KV_BLOCK] for table, p in zip(tables, positions, strict=True)])  # (N,)
-        places = torch.cat(positions) % KV_BLOCK  # (N,), of the new tokens in their blocks
-        maskings = {w: [masking(n, s + n, w, self.device) for s, n in counts] for w in self.config.windows}
-
-        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-            cached_k, cached_v = self._k[layer], self._v[layer]  # (blocks, KV_BLOCK, K, D)
-            if k is not None and v is not None:
-                cached_k[blocks, places] = k
-                cached_v[blocks, places] = v
-            out, sinks = [], self.model.sinks(layer)
-            for q_i, table, (start, n), masked in zip(
-                torch.split(q, batch.num_new), tables, counts, maskings[self.config.layer(layer).window], strict=True
-            ):
-                # The gathered blocks in the order of the sequence, without the unused places: (1, K, S, D).
-                keys, values = (x[table].flatten(0, 1)[: start + n].transpose(0, 1)[None] for x in (cached_k, cached_v))
-                y = scaled_attention(self.config, q_i.transpose(0, 1)[None], keys, values, masked, sinks)
-                out.append(y[0].transpose(0, 1))  # (n, H, D)
-            return torch.cat(out)
-
-        return attend
+                for blocks in (*self._k.whole, *self._v.whole):
+                    blocks[:, own] = blocks[:, shared]
+        tables = [torch.tensor(self._pool.table(handle), device=self.device) for handle in batch.handles]
+        return _Step(self._k, self._v, tables, starts, batch.num_new)
 
     @property
     def num_free_blocks(self) -> int:

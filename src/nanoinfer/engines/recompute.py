@@ -9,8 +9,6 @@ sequence's own last token: a masked value is still multiplied by 0, and 0 times 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
-from nanoinfer.models.attention import causal_attention
 from nanoinfer.models.gpt import GPT
 
 
@@ -36,8 +33,7 @@ class RecomputeEngine(TorchEngine):
         ]
         T = max(map(len, rows))
         idx = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
-        attend = partial(causal_attention, self.config, self.model.sinks, kept={})
-        x = self.model.hidden(idx, torch.arange(T, device=self.device), attend)  # (B, T, C)
+        x = self.model.hidden(idx, torch.arange(T, device=self.device))  # (B, T, C)
         wanted = [
             i * T + t
             for i, (row, n) in enumerate(zip(rows, batch.num_logits, strict=True))

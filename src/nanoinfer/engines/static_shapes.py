@@ -37,7 +37,7 @@ from nanoinfer.engines.transfers import PendingTokens, StepInputs, select
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
-from nanoinfer.models.attention import Masking, attention_backends, scaled_attention
+from nanoinfer.models.attention import AttentionSpec, Masking, attention_backends, scaled_attention
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.gpt import GPT, Block, LayerAttend
 from nanoinfer.models.layers import Rotation
@@ -334,7 +334,8 @@ def slot_attention(
             v[slots[:, None], :, pos] = new_v
         context = mask.shape[-1]
         keys, values = (c[: len(slots), :, :context] if dense else c[:, :, :context][slots] for c in (k, v))
-        y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask), block.attn.sinks)
+        spec = AttentionSpec(0, None, config.attention_scale, config.attention_softcap, block.attn.sinks)
+        y = scaled_attention(spec, q.transpose(1, 2), keys, values, Masking(mask))
         return y.transpose(1, 2)
 
     return attend

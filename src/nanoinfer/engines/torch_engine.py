@@ -1,7 +1,7 @@
 """What the engines in PyTorch share, and the step of `recompute`, `dynamic`, `static` and `paged`.
 
 The new tokens of all sequences form one row of N tokens, so that matrix products process no padding; attention runs
-per sequence. A derived engine defines where keys and values are stored and how a query reads them (`_attend`), and how
+per sequence. A derived engine defines where keys and values are stored and how a query reads them (`_begin`), and how
 the cache changes on fork, truncate and close.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
-from nanoinfer.models.attention import attention_backends
-from nanoinfer.models.gpt import GPT, Attend
+from nanoinfer.models.attention import LayerCache, attention_backends
+from nanoinfer.models.gpt import GPT
 
 
 class ModelEngine(Sequences):
@@ -77,7 +77,7 @@ class TorchEngine(ModelEngine):
             [p for s, n in zip(starts, batch.num_new, strict=True) for p in range(s, s + n)],
             device=self.device,
         )
-        hidden = self.model.hidden(idx, pos, self._attend(batch, starts))  # (N, C)
+        hidden = self.model.hidden(idx, pos, self._begin(batch, starts))  # (N, C)
         if batch.num_logits == batch.num_new:
             return hidden
         ends = accumulate(batch.num_new)
@@ -89,8 +89,8 @@ class TorchEngine(ModelEngine):
     def _undo(self, batch: StepBatch) -> None:
         """Restore the cache after a step that an exception interrupted."""
 
-    def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
-        """Return the attention function of one step: it stores the new keys and values, then attends (N, H, D)."""
+    def _begin(self, batch: StepBatch, starts: list[int]) -> LayerCache:
+        """Return the cache as one step sees it: keys and values are (N, K, D), queries (N, H, D)."""
         raise NotImplementedError
 
 

@@ -6,9 +6,9 @@ The engines in PyTorch differ in where keys and values are, and all call `scaled
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,32 @@ most engines the shape may change at every step. Captured steps use the same ker
 def attention_backends(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which attention on a GPU uses BACKENDS. It takes the host 25 us, so a step enters it once."""
     return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What the attention of one layer is, wherever its keys and values are."""
+
+    source: int
+    """Layer whose keys and values it reads, in most models its own."""
+    window: int | None
+    """A query attends to this many positions, its own included; None: to all earlier ones."""
+    scale: float | None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    softcap: float | None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sinks: Tensor | None
+    """(H), a score of each head that has no value: the weights of a query then add up to less than 1."""
+
+
+class LayerCache(Protocol):
+    """Where the layers of a step store keys and values, and how queries read them."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the new tokens of a layer, (..., K, D). Not called for a layer without any."""
+
+    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Return the attention of queries, (..., H, D), to what is stored. Same shape."""
 
 
 class Masking(NamedTuple):
@@ -53,26 +79,23 @@ def masking(num_new: int, length: int, window: int | None, device: torch.device)
     return Masking((key <= query) & (key > query - window))
 
 
-def scaled_attention(
-    config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, masking: Masking, sinks: Tensor | None = None
-) -> Tensor:
-    """Return softmax(scale * q k^T) v with the scale, soft cap and shared heads of the model.
+def scaled_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Tensor:
+    """Return softmax(scale * q k^T) v with the scale, soft cap and sinks of a layer.
 
     Args:
-        config: the model.
+        spec: of the layer.
         q: (..., H, T, D).
         k: (..., K, S, D); each head is shared by H / K heads of q.
         v: (..., K, S, D).
         masking: which keys each query attends to.
-        sinks: (H), a score of each head that has no value: the weights of a query then add up to less than 1.
 
     Returns:
         (..., H, T, D).
     """
-    scale = config.attention_scale  # None: 1 / sqrt(D), as in PyTorch
+    scale, sinks = spec.scale, spec.sinks
     mask, is_causal = masking
     shared = q.shape[-3] // k.shape[-3]
-    if config.attention_softcap is None and sinks is None:
+    if spec.softcap is None and sinks is None:
         shape = q.shape
         if shared > 1 and not is_causal:
             # Heads that share keys become queries of one head: with a mask, PyTorch's fused kernels share no heads.
@@ -84,8 +107,8 @@ def scaled_attention(
         ).reshape(shape)
     k, v = (x.repeat_interleave(shared, dim=-3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if config.attention_softcap is not None:
-        scores = soft_cap(scores, config.attention_softcap)
+    if spec.softcap is not None:
+        scores = soft_cap(scores, spec.softcap)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
@@ -100,21 +123,20 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def causal_attention(
-    config: ModelConfig, sinks: Callable[[int], Tensor | None], layer: int,
-    q: Tensor, k: Tensor | None, v: Tensor | None, kept: dict[int, tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence.
+class WholePrefix:
+    """Attention of whole sequences, (B, T), to their own tokens: keys and values of the last layer, and of those that
+    later layers read."""
 
-    `sinks` returns those of a layer. Models whose layers share keys and values need `kept`, a dict for those of the
-    layers so far.
-    """
-    if k is None or v is None:
-        assert kept is not None
-        k, v = kept[config.kv_layer(layer)]
-    elif kept is not None and any(kind.kv_layer == layer for kind in config.layers):
-        kept[layer] = k, v
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
-    T = q.shape[2]
-    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device), sinks(layer))
-    return y.transpose(1, 2)  # (B, T, H, D)
+    def __init__(self, config: ModelConfig) -> None:
+        self._shared = {kind.kv_layer for kind in config.layers}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep k and v, (B, T, K, D)."""
+        self._kv = {i: kv for i, kv in self._kv.items() if i in self._shared} | {layer: (k, v)}
+
+    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Attend from q, (B, T, H, D), to the keys of the same and earlier positions."""
+        q, k, v = (x.transpose(1, 2) for x in (q, *self._kv[spec.source]))  # (B, heads, T, D)
+        T = q.shape[2]
+        return scaled_attention(spec, q, k, v, masking(T, T, spec.window, q.device)).transpose(1, 2)

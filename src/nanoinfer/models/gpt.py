@@ -7,12 +7,12 @@ Shapes in the comments of this project:
 
 All layers except attention process tokens independently, so the model accepts tokens of any leading shape: (B, T) in
 training and in the engine `recompute`, (N,) in the engines with a KV cache. The engines differ only in the keys and
-values that a query attends to, so attention is an argument:
+values that a query attends to, so the cache is an argument (`attention.LayerCache`):
 
-    attend(layer, q, k, v) -> y        q, y: (..., H, D)   k, v: (..., K, D)
+    store(layer, k, v)    attend(spec, q) -> y        q, y: (..., H, D)   k, v: (..., K, D)
 
-`attention.causal_attention` attends to the whole prefix; each engine with a cache passes its own function. Positions
-are an argument too: the engine advances them, not a layer.
+`attention.WholePrefix` attends to the whole prefix; each engine with a cache passes its own. Positions are an argument
+too: the engine advances them, not a layer.
 
 The architecture is GPT-2 (Radford et al. 2019): learned positions, layer norm before each sub-layer, a final layer
 norm, GELU in the MLP, and an output head that is usually tied to the token embedding. Names follow nanoGPT and the
@@ -23,7 +23,6 @@ layers.py; where a field of the config selects it, one line here does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.attention import causal_attention, soft_cap
+from nanoinfer.models.attention import AttentionSpec, LayerCache, WholePrefix, soft_cap
 from nanoinfer.models.beside import other_mlp
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, qk_norm, rotate, rotation
 from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
@@ -39,10 +38,20 @@ from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.rounded_inputs import round_inputs
 from nanoinfer.models.shared_attention import other_attention
 
-Attend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
-"""Without keys and values (shared_attention.py), it attends to those of another layer (`ModelConfig.kv_layer`)."""
 LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""`Attend` for one layer. Blocks do not receive their layer index, so one compiled block serves all layers."""
+"""(q, k, v) -> y: store and attend of one layer; without keys and values (shared_attention.py), attend alone. Blocks do
+not receive their layer index, so one compiled block serves all layers."""
+
+
+def attend_through(cache: LayerCache, layer: int, spec: AttentionSpec) -> LayerAttend:
+    """Return attention of a layer to the keys and values in a cache."""
+
+    def attend(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        if k is not None and v is not None:
+            cache.store(layer, k, v)
+        return cache.attend(spec, q)
+
+    return attend
 
 
 class LayerNorm(nn.Module):
@@ -201,31 +210,32 @@ class GPT(nn.Module):
         """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
-    def sinks(self, layer: int) -> Tensor | None:
-        """Return the sinks of a layer, (H), or None (attention.py)."""
-        return self.blocks[layer].attn.sinks if self.config.sinks else None
+    def _attention(self, layer: int, block: Block) -> AttentionSpec:
+        c, window = self.config, self._kinds[layer].window
+        return AttentionSpec(c.kv_layer(layer), window, c.attention_scale, c.attention_softcap, block.attn.sinks)
 
     def hidden(
-        self, idx: Tensor, pos: Tensor, attend: Attend | None = None, *, run_block: RunBlock | None = None
+        self, idx: Tensor, pos: Tensor, cache: LayerCache | None = None, *, run_block: RunBlock | None = None
     ) -> Tensor:
-        """Return the final hidden states, (..., C), in the weights' dtype. Pass either `attend` or `run_block`.
+        """Return the final hidden states, (..., C), in the weights' dtype.
 
         Args:
             idx: token ids, int64, any shape.
             pos: position of each token in its window, less than block_size; broadcastable to idx.
-            attend: attention of each layer.
+            cache: of keys and values; None: idx, (B, T), are whole sequences (`WholePrefix`).
             run_block: runs a whole block including attention; for engines that compile or replace blocks.
         """
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
         rotations = self.rotations(pos, x.dtype)
         inputs = parts["per_layer"](idx, x) if self.config.per_layer_dim else None  # of the layers, (..., L, P)
+        cache = WholePrefix(self.config) if cache is None else cache
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
-                x = block(x, partial(cast(Attend, attend), layer), by)
+                x = block(x, attend_through(cache, layer, self._attention(layer, block)), by)
             if block.after is not None:
                 x = block.after(x, None if inputs is None else inputs[..., layer, :])
         x = parts["ln_f"](x)
@@ -270,7 +280,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config, self.sinks, kept={})))
+        return self.logits(self.hidden(idx, pos))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

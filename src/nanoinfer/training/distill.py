@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.attention import causal_attention
 from nanoinfer.models.gpt import GPT
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import Tokenizer
@@ -152,12 +150,11 @@ def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dt
     """
     device = target.lm_head.weight.device
     positions = torch.arange(tokens.shape[1], device=device)
-    attend = partial(causal_attention, target.config, target.sinks, kept={})
     hidden = torch.empty(*tokens.shape, target.config.n_embd, dtype=dtype)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         for at in range(0, len(tokens), TARGET_BATCH):
             rows = slice(at, at + TARGET_BATCH)
-            hidden[rows] = target.hidden(tokens[rows].to(device), positions, attend).to("cpu", dtype)
+            hidden[rows] = target.hidden(tokens[rows].to(device), positions).to("cpu", dtype)
     return TargetBatches(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
 
 

@@ -12,7 +12,6 @@ counted with the tokens requested for it and no more.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-from nanoinfer.models.attention import causal_attention
 from nanoinfer.profiling.checks import synchronize
 
 
@@ -55,11 +53,10 @@ class NanoGPT:
     def _generate(self, prompts: list[list[int]], num_tokens: int, first: int, recorder: Recorder) -> None:
         """Generate for prompts of one length, which are the sequences from `first` on."""
         idx = torch.tensor(prompts, device=self._device)  # (B, T)
-        attend = partial(causal_attention, self._config, self._model.sinks, kept={})
         for _ in range(num_tokens):
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
-            x = self._model.hidden(window, pos, attend)[:, -1]  # (B, C)
+            x = self._model.hidden(window, pos)[:, -1]  # (B, C)
             new = self._model.lm_head(x).argmax(-1, keepdim=True)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             for i, token in enumerate(new[:, 0].tolist(), first):
