@@ -143,7 +143,7 @@ class Experts:
     group_top: int = 1
     """The score of a group is the sum of its so many highest scores."""
     beside: bool = False
-    """Whether the experts stand beside the layer's MLP (models/beside.py), not in its place."""
+    """Whether the experts stand beside the layer's MLP (models/experts.py), not in its place."""
 
     def __post_init__(self) -> None:
         require_int("experts", self.count, 1, MAX_EXPERTS)
@@ -537,7 +537,7 @@ class ModelConfig:
     def block_norms(self) -> tuple[str, ...]:
         """The norms of a block, in the order of its operations; those of queries and keys are not among them.
 
-        An MLP with experts beside it has its norms inside (models/beside.py), but for the last one.
+        An MLP with experts beside it has its norms inside (models/experts.py), but for the last one.
         """
         names = _BLOCK_NORMS[self.norm_placement]
         beside = self.experts is not None and self.experts.beside

@@ -30,7 +30,7 @@ from nanoinfer.config import EngineConfig, ModelConfig  # noqa: E402
 from nanoinfer.engines import registry  # noqa: E402
 from nanoinfer.engines.base import StepBatch  # noqa: E402
 from nanoinfer.engines.registry import ENGINES  # noqa: E402
-from nanoinfer.models.rounded_inputs import rounded  # noqa: E402
+from nanoinfer.models.layers import rounded  # noqa: E402
 from nanoinfer.roofline.shapes import find_shape  # noqa: E402
 from nanoinfer.training.loop import prepare  # noqa: E402
 from nanoinfer.training.train_config import TrainConfig  # noqa: E402

@@ -88,9 +88,9 @@ TORCH = {
     "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
     "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
     "engines/triton_layers.py", "engines/triton_modules.py", "kernels/triton", "kv/slots.py",
-    "models/attention.py", "models/beside.py", "models/experts.py", "models/gpt.py",
-    "models/latent.py", "models/layers.py", "models/per_layer.py", "models/rounded_inputs.py",
-    "models/shared_attention.py", "sampling/flashinfer.py", "sampling/triton.py", "speculative/torch_ops.py",
+    "models/attention.py", "models/experts.py", "models/gpt.py",
+    "models/layers.py",
+    "models/other_attention.py", "sampling/flashinfer.py", "sampling/triton.py", "speculative/torch_ops.py",
     "training",
 }  # fmt: skip
 

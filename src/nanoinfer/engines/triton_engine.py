@@ -47,10 +47,8 @@ from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import attention_backends, soft_cap
 from nanoinfer.models.gpt import GPT, MLP, Attention
-from nanoinfer.models.layers import GatedMLP, Rotation
-from nanoinfer.models.per_layer import AfterBlock
-from nanoinfer.models.rounded_inputs import rounded
-from nanoinfer.models.shared_attention import SharedAttention
+from nanoinfer.models.layers import AfterBlock, GatedMLP, Rotation, rounded
+from nanoinfer.models.other_attention import SharedAttention
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -170,7 +168,7 @@ class TritonEngine(CudaGraphEngine):
         return given.transpose(0, 1).contiguous()
 
     def _end(self, layer: Layer, x: Tensor, given: Tensor | None) -> None:
-        """Add a layer's own input, (M, P), to the residual stream x, (M, C), and scale it (models/per_layer.py)."""
+        """Add a layer's own input, (M, P), to the residual stream x, (M, C), and scale it (models/layers.py)."""
         if given is not None:
             h, out = torch.empty_like(given), torch.empty_like(x)
             gate = Epilogue(activation=self._activation, residual=given, gates=True)

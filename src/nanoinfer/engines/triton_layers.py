@@ -17,10 +17,9 @@ from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.kernels.triton.rows import Norm
-from nanoinfer.models.gpt import GPT, Attention, Block, LayerNorm
-from nanoinfer.models.layers import GatedMLP, HeadNorms, RMSNorm
-from nanoinfer.models.per_layer import AfterBlock
-from nanoinfer.models.shared_attention import SharedAttention
+from nanoinfer.models.gpt import GPT, Attention, Block
+from nanoinfer.models.layers import AfterBlock, GatedMLP, HeadNorms, LayerNorm, RMSNorm
+from nanoinfer.models.other_attention import SharedAttention
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
 Pack = Callable[[Tensor], Weight]
@@ -47,7 +46,7 @@ class Layer:
     """Of the MLP's hidden layer."""
     post_2: Norm | None
     post_after: Norm | None
-    """Of what the layer's own embedding adds (models/per_layer.py)."""
+    """Of what the layer's own embedding adds (models/layers.py)."""
     heads: Norm | None
     """Of each head of queries and keys: weight and bias are (2, D)."""
     value_eps: float | None

@@ -1,4 +1,4 @@
-"""The reference model: GPT-2 in one file, with the checkpoint's names.
+"""The reference model: a decoder that a config describes. The defaults are GPT-2, with the checkpoint's names.
 
 Shapes in the comments of this project:
 
@@ -16,8 +16,8 @@ too: the engine advances them, not a layer.
 
 The architecture is GPT-2 (Radford et al. 2019): learned positions, layer norm before each sub-layer, a final layer
 norm, GELU in the MLP, and an output head that is usually tied to the token embedding. Names follow nanoGPT and the
-Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...). What other families have in its place is in
-layers.py; where a field of the config selects it, one line here does.
+Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...). Norms, and what other families have in its
+place, are in layers.py, other_attention.py and experts.py; where a field of the config selects it, one line here does.
 """
 
 from __future__ import annotations
@@ -31,15 +31,24 @@ from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import AttentionSpec, LayerCache, WholePrefix, soft_cap
-from nanoinfer.models.beside import other_mlp
-from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, qk_norm, rotate, rotation
-from nanoinfer.models.per_layer import AfterBlock, PerLayerEmbedding
+from nanoinfer.models.experts import other_mlp
+from nanoinfer.models.layers import (
+    ACTIVATIONS,
+    AfterBlock,
+    GatedMLP,
+    PerLayerEmbedding,
+    Rotation,
+    make_norm,
+    qk_norm,
+    rotate,
+    rotation,
+    round_inputs,
+)
+from nanoinfer.models.other_attention import other_attention
 from nanoinfer.models.rotary import frequencies
-from nanoinfer.models.rounded_inputs import round_inputs
-from nanoinfer.models.shared_attention import other_attention
 
 LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""(q, k, v) -> y: store and attend of one layer; without keys and values (shared_attention.py), attend alone. Blocks do
+"""(q, k, v) -> y: store and attend of one layer; without keys and values (other_attention.py), attend alone. Blocks do
 not receive their layer index, so one compiled block serves all layers."""
 
 
@@ -54,28 +63,6 @@ def attend_through(cache: LayerCache, layer: int, spec: AttentionSpec) -> LayerA
     return attend
 
 
-class LayerNorm(nn.Module):
-    """Layer norm with an optional bias. Arguments: see `RMSNorm`."""
-
-    def __init__(self, config: ModelConfig, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width)) if config.norm_weight != "none" else None
-        self.offset = 1.0 if config.norm_weight == "one_plus" else 0.0
-        self.bias = nn.Parameter(torch.zeros(width)) if "norm" in config.biases else None
-        self.eps = config.norm_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x, (..., C), over its last dimension."""
-        weight = self.weight if self.weight is None or not self.offset else self.weight + self.offset
-        return F.layer_norm(x, x.shape[-1:], weight, self.bias, self.eps)
-
-
-def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """Return a norm of the config's kind over `width` values, n_embd by default."""
-    norm = RMSNorm if config.norm == "rms" else LayerNorm
-    return norm(config, config.n_embd if width is None else width)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention: project to q, k, v, call `attend`, project back."""
 
@@ -88,7 +75,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.n_head)) if config.sinks else None  # attention.py
         self.qk_norm = config.qk_norm
         if config.qk_norm != "none":
-            self.q_norm, self.k_norm = (qk_norm(config, heads, make_norm) for heads in (self.n_head, self.n_kv_head))
+            self.q_norm, self.k_norm = (qk_norm(config, heads) for heads in (self.n_head, self.n_kv_head))
         self.sub_norm = make_norm(config, config.attn_dim) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
@@ -134,12 +121,12 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn = other_attention(config, kind, make_norm) or Attention(config)
+        self.attn = other_attention(config, kind) or Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
         self.post_2 = norm("post_2")
-        self.after = AfterBlock(config, kind, make_norm) if config.per_layer_dim or kind.scaled else None
+        self.after = AfterBlock(config, kind) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
         self.scale = config.residual_scale
         self.dropout = dropout
@@ -192,7 +179,7 @@ class GPT(nn.Module):
             "wte": _embedding(config.vocab_size, config.n_embd),
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
-            "per_layer": PerLayerEmbedding(config, make_norm) if config.per_layer_dim else None,
+            "per_layer": PerLayerEmbedding(config) if config.per_layer_dim else None,
             "h": nn.ModuleList(Block(config.at(i), dropout, kind) for i, kind in enumerate(self._kinds)),
             "ln_f": make_norm(config),
         }

@@ -1,17 +1,19 @@
-"""What other families have in place of GPT-2's layers: RMS norm, rotary positions, a gated MLP.
+"""The norms of a model, and what other families have in place of GPT-2's layers: rotary positions, gated MLPs,
+per-layer embeddings, rounded inputs.
 
-A model that is GPT-2 uses none of this; gpt.py is complete without it.
+A model that is GPT-2 uses the layer norm and nothing else of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import LayerKind, ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the angles of each token, (..., 1, dim) each: dim / 2 angles twice, the first sines negated.
@@ -56,6 +58,28 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Layer norm with an optional bias. Arguments: see `RMSNorm`."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width)) if config.norm_weight != "none" else None
+        self.offset = 1.0 if config.norm_weight == "one_plus" else 0.0
+        self.bias = nn.Parameter(torch.zeros(width)) if "norm" in config.biases else None
+        self.eps = config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x, (..., C), over its last dimension."""
+        weight = self.weight if self.weight is None or not self.offset else self.weight + self.offset
+        return F.layer_norm(x, x.shape[-1:], weight, self.bias, self.eps)
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """Return a norm of the config's kind over `width` values, n_embd by default."""
+    norm = RMSNorm if config.norm == "rms" else LayerNorm
+    return norm(config, config.n_embd if width is None else width)
+
+
 class HeadNorms(nn.Module):
     """Layer norms of the heads of queries or of keys, each with weights of its own. Computed in float32.
 
@@ -93,11 +117,7 @@ class GatedMLP(nn.Module):
         return self.c_proj(hidden)  # type: ignore[no-any-return]
 
 
-MakeNorm = Callable[[ModelConfig, int], nn.Module]
-"""Returns a norm of the config's kind over so many values."""
-
-
-def qk_norm(config: ModelConfig, heads: int, make_norm: MakeNorm) -> nn.Module:
+def qk_norm(config: ModelConfig, heads: int) -> nn.Module:
     """Return the norm of the queries or keys of a model that has one."""
     if config.qk_norm == "heads":
         return HeadNorms(config, heads)
@@ -124,3 +144,89 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     y = torch.addcmul(x[..., : 2 * half] * cos, torch.cat((b, a), -1), sin)  # a cos - b sin, b cos + a sin
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+
+class PerLayerEmbedding(nn.Module):
+    """Per-layer embeddings: a second embedding gives each token an input for each layer (Gemma 3n and 4).
+
+        L layers   P = per_layer_dim   x: the residual stream, (..., C)
+
+    Before the first block, the input of layer l is made of a row of the table and of a product with the embedded token
+    e:
+
+        u_l = (norm(W_in e / sqrt(C))_l + sqrt(P) * table[token, l]) / sqrt(2)         P values each
+
+    After each block, what a gate lets through of it is added to the residual stream, which is then scaled:
+
+        x = (x + norm(W_proj (activation(W_gate x) * u_l))) * scale
+
+    A step reads one row of the table for each token and layer, so the table takes memory, and next to no time. Some
+    models have the scale alone.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_layer, self.width = config.n_layer, config.per_layer_dim
+        rows = config.vocab_size * config.n_layer  # row token * L + l is that of layer l
+        self.wte = nn.Embedding(rows, self.width, _weight=torch.empty(rows, self.width))
+        self.c_in = nn.Linear(config.n_embd, config.n_layer * self.width, bias=False)
+        self.norm = make_norm(config, self.width)
+
+    def forward(self, idx: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs, (..., L, P), of tokens idx, (...), whose embeddings are x, (..., C)."""
+        rows = idx[..., None] * self.n_layer + torch.arange(self.n_layer, device=idx.device)
+        scale = torch.tensor(self.width**0.5, dtype=x.dtype).item()  # rounded to the dtype, as in transformers
+        projected = self.c_in(x) * x.shape[-1] ** -0.5
+        made: Tensor = self.norm(projected.view(*idx.shape, self.n_layer, self.width))
+        table: Tensor = self.wte(rows)
+        mixed: Tensor = (made + table * scale) * 2.0**-0.5
+        return mixed
+
+
+class AfterBlock(nn.Module):
+    """What follows a block: its layer's input is added, if the model has such inputs, and the sum is scaled.
+
+    Args:
+        config: of the model.
+        kind: of the layer.
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        super().__init__()
+        if config.per_layer_dim:
+            self.c_gate = nn.Linear(config.n_embd, config.per_layer_dim, bias=False)
+            self.c_proj = nn.Linear(config.per_layer_dim, config.n_embd, bias=False)
+            self.post = make_norm(config, config.n_embd)
+        self.scale = nn.Parameter(torch.ones(1)) if kind.scaled else None
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, given: Tensor | None) -> Tensor:
+        """Return the input of the next block for x, (..., C), and the layer's own input, (..., P)."""
+        if given is not None:
+            x = x + self.post(self.c_proj(self.activation(self.c_gate(x)) * given))
+        return x if self.scale is None else x * self.scale
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Round x, (..., n), to multiples of its row's largest magnitude / 127, at least 1e-5 / 127; ties to even.
+
+    The weights of BitNet (Ma et al. 2024, arXiv 2402.17764) are -1, 0 or 1 times a scale of the matrix, and the models
+    are trained with both roundings. That of weights is not here: they are as they are stored.
+    """
+    wide = x.float()
+    scale = 127.0 / wide.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (torch.round(wide * scale) / scale).to(x.dtype)
+
+
+def round_inputs(module: nn.Module) -> None:
+    """Make the linear layers in a module round their inputs."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounded(inputs[0]),)
+
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_pre_hook(hook)

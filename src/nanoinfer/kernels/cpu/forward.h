@@ -71,7 +71,7 @@ struct DecoderShape {
   std::int64_t shared_dim = 0;        // of an expert that all tokens take, 0: none
   bool shared_gate = false;           // whether its output is multiplied by sigmoid(x . w)
   bool sigmoid_experts = false;       // whether scores are sigmoids of the router's outputs; else their softmax
-  bool experts_beside = false;        // whether they stand beside the layer's MLP, with norms of their own (models/beside.py)
+  bool experts_beside = false;        // whether they stand beside the layer's MLP, with norms of their own (models/experts.py)
   bool corrected_experts = false;     // whether a number of each expert is added to its score where experts are chosen
   std::int64_t expert_groups = 1, groups_per_token = 1;  // of consecutive experts; only some may be chosen for a token
   std::int64_t group_top = 1;         // the score of a group is the sum of its so many highest scores

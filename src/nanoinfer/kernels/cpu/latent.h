@@ -1,4 +1,4 @@
-// Multi-head latent attention (DeepSeek-V2, 2024): nanoinfer/models/latent.py has the formulas. All heads share one key,
+// Multi-head latent attention (DeepSeek-V2, 2024): nanoinfer/models/other_attention.py has the formulas. All heads share one key,
 // rotated values and then the latent, and one value, zeros and then the latent.
 //
 // Each head has a matrix before attention, which takes queries to the width of latents, and one after it, from latents to

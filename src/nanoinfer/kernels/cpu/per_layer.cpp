@@ -1,4 +1,4 @@
-// Per-layer embeddings (nanoinfer/models/per_layer.py has the formulas): each token has an input for each layer, made before the
+// Per-layer embeddings (nanoinfer/models/layers.py has the formulas): each token has an input for each layer, made before the
 // first layer, of which a gate adds a part to x after each layer; and x is scaled there. The table has a row for each token and
 // layer, those of a token one after the other, so that a row of a step reads few cache lines of panels.
 #include <cmath>

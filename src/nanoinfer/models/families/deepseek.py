@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3, and what families with latent attention share.
 
 A file has one matrix kv_b for keys and values, which has the rows of the first head's key, those of its value, those of
-the next head's key. Ours are k_b, transposed for each head, and v_b (models/latent.py).
+the next head's key. Ours are k_b, transposed for each head, and v_b (models/other_attention.py).
 """
 
 from __future__ import annotations

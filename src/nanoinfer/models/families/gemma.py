@@ -119,7 +119,7 @@ _NAMES = {
     "after.scale": "layer_scalar", "after.c_gate": "per_layer_input_gate", "after.c_proj": "per_layer_projection",
     "after.post": "post_per_layer_input_norm", "per_layer.wte": "model.embed_tokens_per_layer",
     "per_layer.c_in": "model.per_layer_model_projection", "per_layer.norm": "model.per_layer_projection_norm",
-    # of experts beside an MLP (models/beside.py)
+    # of experts beside an MLP (models/experts.py)
     "mlp.router_scale": "router.scale", "mlp.expert_scale": "router.per_expert_scale",
     "mlp.ln_1": "pre_feedforward_layernorm", "mlp.post_1": "post_feedforward_layernorm_1",
     "mlp.ln_2": "pre_feedforward_layernorm_2", "mlp.post_2": "post_feedforward_layernorm_2",
