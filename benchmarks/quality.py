@@ -35,7 +35,7 @@ from nanoinfer.checkpoints.load import is_gguf
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.training.data import split_texts
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import to_numpy
@@ -152,7 +152,7 @@ def weight_bytes(engine: Engine) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def round_weights(model: GPT, pack: Callable[[torch.Tensor], Weight]) -> int:
+def round_weights(model: Transformer, pack: Callable[[torch.Tensor], Weight]) -> int:
     """Replace a model's linear weights by the values of their packed format; return the bytes of the packed weights."""
     num_bytes = 0
     for module in model.modules():

@@ -45,8 +45,8 @@ from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import GELU_TANH, Epilogue, Pages
 from nanoinfer.kernels.triton.quantize import dense, dequantize, pack_int4, pack_int8
 from nanoinfer.kernels.triton.rows import Norm
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.profiling.checks import verify_ratio
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline import measure as roofline_measure
@@ -79,10 +79,10 @@ def check(out: Tensor, expected: Tensor, tolerance: float) -> None:
 # Steps -----------------------------------------------------------------------------------------------------
 
 
-def make_gpt(config: ModelConfig, device: str, dtype: torch.dtype) -> GPT:
+def make_gpt(config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
     """Return a model with random weights, the same for each dtype but for their rounding."""
     with torch.device(device):
-        gpt = GPT(config)
+        gpt = Transformer(config)
     generator = torch.Generator(device).manual_seed(0)
     for name, p in gpt.named_parameters():
         p.data = p.data.normal_(0.0, 0.02, generator=generator) + float("ln_" in name and name.endswith("weight"))

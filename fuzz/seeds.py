@@ -21,7 +21,7 @@ from nanoinfer.bench.stats import Figures
 from nanoinfer.checkpoints import huggingface, nanogpt
 from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.speculative import draft_head
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import loop
@@ -38,7 +38,7 @@ def model_folder(shards: bool = False) -> dict[str, bytes]:
     """Return the files of a tiny model: name -> content."""
     from tempfile import TemporaryDirectory
 
-    gpt = GPT(TINY)
+    gpt = Transformer(TINY)
     init_weights(gpt, TINY.n_layer, 0)
     with TemporaryDirectory() as folder:
         huggingface.save(weights_of(gpt), Path(folder), tokenizers.char_to_json(CHARS))
@@ -102,7 +102,7 @@ def make_index() -> list[bytes]:
 
 def make_checkpoints() -> list[bytes]:
     """Return files like nanoGPT's ckpt.pt: plain, with the prefix of a compiled model, and with nn.Parameters."""
-    gpt = GPT(replace(TINY, bos_token_id=None))
+    gpt = Transformer(replace(TINY, bos_token_id=None))
     init_weights(gpt, TINY.n_layer, 0)
     shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
     made = []

@@ -168,16 +168,16 @@ def test_nanogpt_slides_past_the_context_length(small: Path) -> None:
 
 
 def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.transformer import Transformer
 
     shapes: list[tuple[int, ...]] = []
-    hidden = GPT.hidden
+    hidden = Transformer.hidden
 
-    def counting(self: GPT, idx: Tensor, *args: Any) -> Tensor:
+    def counting(self: Transformer, idx: Tensor, *args: Any) -> Tensor:
         shapes.append(tuple(idx.shape))
         return hidden(self, idx, *args)
 
-    monkeypatch.setattr(GPT, "hidden", counting)
+    monkeypatch.setattr(Transformer, "hidden", counting)
     open_backend(make_case("nanogpt", EQUAL), small).run(EQUAL)
     assert shapes == [(2, 4 + t) for t in range(6)]
     shapes.clear()

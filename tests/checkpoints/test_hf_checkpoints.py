@@ -23,7 +23,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import open_folder, save
 from nanoinfer.config import ModelConfig
 from nanoinfer.models import stored
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers.tokenizer import char_to_json, from_json
 from nanoinfer.training.data import train_bpe
 
@@ -43,13 +43,13 @@ def tokens_for(config: ModelConfig) -> Tensor:
     return IDS % config.vocab_size
 
 
-def same_parameters(ours: GPT, theirs: GPT) -> bool:
+def same_parameters(ours: Transformer, theirs: Transformer) -> bool:
     """Not the logits: a folder's matrices are transposed in memory, and BLAS may round them otherwise."""
     expected = dict(theirs.named_parameters())
     return all(torch.equal(p, expected[name]) for name, p in ours.named_parameters()) and len(expected) > 20
 
 
-def same_logits(ours: GPT, theirs: GPT2LMHeadModel, idx: Tensor) -> None:
+def same_logits(ours: Transformer, theirs: GPT2LMHeadModel, idx: Tensor) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-4, rtol=1e-4)
 

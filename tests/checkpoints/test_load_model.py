@@ -20,8 +20,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import load
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import builtin_names, load_model, load_tokenizer
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.roofline.shapes import find_shape
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, byte_level, char_to_json
 from tokenizers import models
@@ -48,7 +48,7 @@ def builtin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "builtin"
 
 
-def is_seed(gpt: GPT, seed: int) -> bool:
+def is_seed(gpt: Transformer, seed: int) -> bool:
     wanted = make_model(seed=seed).state_dict()
     return all(torch.equal(p, wanted[name]) for name, p in gpt.state_dict().items())
 
@@ -79,7 +79,7 @@ def test_presets_are_gpt2(preset: str, parameters: int, n_layer: int, n_head: in
     assert (config.vocab_size, config.block_size, config.eos_token_ids) == (50257, 1024, (50256,))
     assert (config.activation, config.bias, config.tie_word_embeddings) == ("gelu_new", True, True)
     with torch.device("meta"):
-        assert GPT(config).num_parameters() == parameters
+        assert Transformer(config).num_parameters() == parameters
 
 
 @pytest.mark.parametrize("tied", [True, False])

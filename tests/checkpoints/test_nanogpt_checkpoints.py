@@ -28,7 +28,7 @@ from nanoinfer.checkpoints.load import load_model
 from nanoinfer.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers.tokenizer import decode
 
 CONFIG = ModelConfig(vocab_size=11, block_size=17, n_layer=2, n_head=2, n_embd=8, activation="gelu")
@@ -40,7 +40,7 @@ META: dict[str, Any] = {
 }
 
 
-def load_checkpoint(path: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig, str | None]:
+def load_checkpoint(path: Path, dtype: str = "float32") -> tuple[Transformer, ModelConfig, str | None]:
     """Return the model in a checkpoint, its config and the name of its data set."""
     weights, dataset = open_checkpoint(path, dtype)
     return load_gpt(weights), weights.config, dataset

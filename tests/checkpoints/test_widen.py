@@ -16,8 +16,8 @@ from nanoinfer.checkpoints.transforms import widen as widen_weights
 from nanoinfer.checkpoints.transforms import widened
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.roofline.shapes import find_shape
 
 SHAPES = {
@@ -31,7 +31,7 @@ SHAPES = {
 PRESET = ModelConfig(n_embd=48, n_layer=3, n_head=6)  # 3 times TINY's width
 
 
-def widen(gpt: GPT, *, n_embd: int, n_layer: int) -> GPT:
+def widen(gpt: Transformer, *, n_embd: int, n_layer: int) -> Transformer:
     return load_gpt(widen_weights(weights_of(gpt), n_embd=n_embd, n_layer=n_layer))
 
 

@@ -22,7 +22,7 @@ from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils import processes
@@ -30,7 +30,7 @@ from nanoinfer.utils import processes
 LONG = replace(TINY, block_size=128)
 
 
-def make_core(gpt: GPT, *, overlaps: bool = True) -> Core:
+def make_core(gpt: Transformer, *, overlaps: bool = True) -> Core:
     engine = StaticShapeEngine(gpt, make_limits(gpt.config, 4))
     ahead = OverlapScheduler(engine, TorchSampler()) if overlaps else None
     return Core(engine, Scheduler(engine), sample, None, gpt.config.vocab_size, overlap=ahead)

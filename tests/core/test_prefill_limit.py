@@ -19,7 +19,7 @@ from helpers.table_engine import ALPHABET, Clock, make_core
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.base import TokenFuture
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -234,7 +234,7 @@ def test_the_target_changes_no_token(name: str) -> None:
 class Clocked(Core):
     """A core whose clock goes on by the same time at each reading; it notes the largest chunk of each step."""
 
-    def __init__(self, name: str, gpt: GPT, target_step_ms: int | None, seconds: float) -> None:
+    def __init__(self, name: str, gpt: Transformer, target_step_ms: int | None, seconds: float) -> None:
         engine, ticks = make_engine(name, gpt), itertools.count(1)
         scheduler = Scheduler(engine, SchedulerConfig(target_step_ms=target_step_ms))
         super().__init__(engine, scheduler, sample, None, TINY.vocab_size, lambda: next(ticks) * seconds)

@@ -21,7 +21,7 @@ from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import QueueFull
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.prefix_cache import PrefixCache
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -212,7 +212,7 @@ def test_a_sequence_is_admitted_beside_windows_that_are_full() -> None:
 # Every engine ------------------------------------------------------------------------------------------------
 
 
-def small_engine(name: str, gpt: GPT) -> Engine:
+def small_engine(name: str, gpt: Transformer) -> Engine:
     """Return an engine for four sequences, whose pool holds one and a half of them if it is shared."""
     if ENGINES[name].memory not in ("blocks", "tokens"):
         return make_engine(name, gpt)

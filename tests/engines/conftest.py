@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.transformer import Transformer
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
+def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], Transformer]:
     """Return the reference model of a case, which test_families.py compares with the one of transformers."""
     from nanoinfer.checkpoints.gpt_loading import load_gpt
     from nanoinfer.checkpoints.huggingface import open_folder

@@ -36,7 +36,7 @@ from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -53,12 +53,12 @@ a_case_a_feature = pytest.mark.nightly_if(lambda case: case not in FEATURES)
 
 
 @pytest.fixture(scope="module")
-def greedy_of(gpt_of: Callable[[str], GPT]) -> Callable[[str], list[list[list[int]]]]:
+def greedy_of(gpt_of: Callable[[str], Transformer]) -> Callable[[str], list[list[list[int]]]]:
     """Return the greedy tokens of PROMPTS by the naive loop."""
     return functools.cache(lambda case: [[naive_greedy(gpt_of(case), p, GREEDY.max_tokens)] for p in PROMPTS])
 
 
-def engine_of(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
+def engine_of(name: str, gpt: Transformer, max_num_seqs: int = 4) -> Engine:
     if name == "compiled":  # test_engines shares what is compiled among models of one shape
         return CompiledEngine(gpt, make_limits(gpt.config, max_num_seqs), backend="eager")
     return make_engine(name, gpt, max_num_seqs)
@@ -72,7 +72,7 @@ def test_layer_norms_have_no_weight_or_one_that_is_added_to_1(norm_weight: str) 
     for tensor in scaled.values():
         tensor.fill_(1.0 if norm_weight == "none" else 1.5)
     given = {name: t for name, t in gpt.state_dict().items() if norm_weight != "none" or name not in scaled}
-    same = GPT(changed).eval()
+    same = Transformer(changed).eval()
     same.load_state_dict({name: t - 1.0 if name in scaled else t for name, t in given.items()})
     expected = [[naive_greedy(gpt, prompt, 6)] for prompt in PROMPTS[:3]]
     assert [[naive_greedy(same, prompt, 6)] for prompt in PROMPTS[:3]] == expected
@@ -98,7 +98,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 @pytest.mark.nightly_if(lambda name, case: name != "native" and case not in FEATURES)
 @pytest.mark.slow_if(lambda name, case: case not in {"native": FEATURES, "static": FEATURES[::4]}.get(name, ["olmo2"]))
 def test_greedy_tokens_equal_the_naive_loop(
-    name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
+    name: str, case: str, gpt_of: Callable[[str], Transformer], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
     """Alone and in a ragged batch, with whole prompts and chunks of 5 tokens, twice on one engine."""
     gpt, expected = gpt_of(case), greedy_of(case)
@@ -130,7 +130,7 @@ def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
 @all_cases
 @a_case_a_feature
 @pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
-def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], GPT]) -> None:
+def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], Transformer]) -> None:
     """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
     gpt = gpt_of(case)
     two = SamplingParams(max_tokens=12, temperature=0.9, top_k=20, n=2)
@@ -194,7 +194,7 @@ CACHES = {"bfloat16": 0.03, "int8": 0.06}
 @all_cases
 @a_case_a_feature
 @pytest.mark.slow_if(lambda case: case not in FEATURES[::2])
-def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
+def test_formats_of_native(case: str, gpt_of: Callable[[str], Transformer]) -> None:
     native = pytest.importorskip("nanoinfer._native")
     weights, ids = weights_of(gpt_of(case)), [(7 * i * i + i) % 61 for i in range(40)]
 
@@ -229,7 +229,7 @@ def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
 @all_cases
 @a_case_a_feature
 def test_native_on_every_instruction_set(
-    case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]],
+    case: str, gpt_of: Callable[[str], Transformer], greedy_of: Callable[[str], list[list[list[int]]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     native = pytest.importorskip("nanoinfer._native")
@@ -251,7 +251,9 @@ def test_packed_weights_are_the_same_model(case: str, folder_of: Callable[[str],
     assert tokens(llm, PROMPTS, GREEDY) == tokens(LLM(str(folder), quantization="int8"), PROMPTS, GREEDY)
 
 
-def test_a_step_copies_nothing_from_the_host(gpt_of: Callable[[str], GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_copies_nothing_from_the_host(
+    gpt_of: Callable[[str], Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CUDA graph cannot capture such a copy: after the first step, frequencies are on the device."""
     gpt = copy.deepcopy(gpt_of("gemma3"))
     first = gpt(torch.tensor([[1, 2, 3]]))

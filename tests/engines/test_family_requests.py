@@ -22,7 +22,7 @@ from helpers.families import CASES
 from helpers.features import FEATURES
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.kv.plan import KV_BLOCK, kv_block_bytes
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.beams import BeamSearch, Hypothesis, find_candidates
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -39,7 +39,7 @@ few_are_fast = pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
 
 
 @pytest.fixture(scope="module")
-def llm_of(folder_of: Callable[[str], Path], gpt_of: Callable[[str], GPT]) -> Callable[[str, str], LLM]:
+def llm_of(folder_of: Callable[[str], Path], gpt_of: Callable[[str], Transformer]) -> Callable[[str, str], LLM]:
     """Return a case on an engine with few blocks of keys and values."""
 
     @functools.cache
@@ -53,7 +53,7 @@ def llm_of(folder_of: Callable[[str], Path], gpt_of: Callable[[str], GPT]) -> Ca
 
 
 @pytest.fixture(scope="module")
-def beams_of(gpt_of: Callable[[str], GPT]) -> Callable[[str], list[list[Hypothesis]]]:
+def beams_of(gpt_of: Callable[[str], Transformer]) -> Callable[[str], list[list[Hypothesis]]]:
     """Return the results of a case's beam searches of PROMPTS[:3], which run the whole sequence of each beam."""
     return functools.cache(lambda case: [search_whole(gpt_of(case), ids, BEAMS) for ids in PROMPTS[:3]])
 
@@ -62,13 +62,13 @@ def prompts_of(ids: list[list[int]]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": p} for p in ids]
 
 
-def logprobs(gpt: GPT, ids: list[int]) -> np.ndarray:
+def logprobs(gpt: Transformer, ids: list[int]) -> np.ndarray:
     """Return the reference's log-probabilities after each token, (T, V)."""
     with torch.inference_mode():
         return torch.log_softmax(gpt(torch.tensor([ids]))[0].double(), -1).numpy()  # type: ignore[no-any-return]
 
 
-def search_whole(gpt: GPT, ids: list[int], params: BeamSearchParams) -> list[Hypothesis]:
+def search_whole(gpt: Transformer, ids: list[int], params: BeamSearchParams) -> list[Hypothesis]:
     """Return the results of a beam search that runs the whole sequence of each beam in each step."""
     search = BeamSearch(params, gpt.config.eos_token_ids, params.max_tokens)
     beams: list[list[int]] = [ids]
@@ -95,7 +95,9 @@ def test_beams(
 @both_engines
 @one_engine
 @few_are_fast
-def test_scores(engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], GPT]) -> None:
+def test_scores(
+    engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], Transformer]
+) -> None:
     """Of a prompt, of continuations, and of the generated tokens."""
     llm, gpt = llm_of(engine, case), gpt_of(case)
     params = replace(GREEDY, max_tokens=4, prompt_logprobs=3, logprobs=3)
@@ -122,7 +124,7 @@ def test_scores(engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_o
 @one_engine
 @few_are_fast
 def test_shared_prefixes_and_preemption(
-    engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], GPT]
+    engine: str, case: str, llm_of: Callable[[str, str], LLM], gpt_of: Callable[[str], Transformer]
 ) -> None:
     """Prompts with a common beginning, one after the other; then all at once, which do not fit with their outputs."""
     llm, gpt = llm_of(engine, case), gpt_of(case)

@@ -24,8 +24,8 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import kv_block_bytes
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.parameters import shapes
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.roofline.arithmetic import decode, extend
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.sampling.sampler import sample
@@ -69,8 +69,8 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 RUNGS = [name for name in ENGINES if name != "triton"]
 
 
-def make_gpt(model: str | ModelConfig) -> GPT:
-    gpt = GPT(MODELS[model] if isinstance(model, str) else model).eval().requires_grad_(False)
+def make_gpt(model: str | ModelConfig) -> Transformer:
+    gpt = Transformer(MODELS[model] if isinstance(model, str) else model).eval().requires_grad_(False)
     torch.manual_seed(1)
     for name, p in gpt.named_parameters():
         p.copy_(torch.randn_like(p) * 0.3 + float(p.dim() == 1 and name.endswith("weight")))

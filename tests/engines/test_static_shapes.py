@@ -33,8 +33,8 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors, run_block
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kv.slots import SlotCache
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.models.transformer import Transformer
 
 NUM_KERNELS = runpy.run_path(str(ROOT / "benchmarks" / "gpu_steps.py"))["NUM_KERNELS"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -181,7 +181,7 @@ def test_rows_that_are_not_consecutive_are_uploaded_once(uploads: list[object]) 
 def decode_kernels(config: ModelConfig, num_layers: int) -> list[str]:
     """What a graph of a decode step holds, without the sampler's kernels."""
     config = replace(config, n_layer=num_layers, layers=config.layers[:num_layers])
-    gpt, recorder = GPT(config).eval().bfloat16(), FakeRecorder()
+    gpt, recorder = Transformer(config).eval().bfloat16(), FakeRecorder()
     engine = CudaGraphEngine(gpt, make_limits(config), EngineConfig(graph_memory=2**30), recorder=recorder)
     handle = engine.open()
 
@@ -391,7 +391,7 @@ def test_blocks_are_compiled_once_for_each_shape_and_never_for_a_length() -> Non
 class TracedEngine(CompiledEngine):
     """Blocks are not compiled: torch.compile refuses the mode of torch in which the recorder sees operations."""
 
-    def __init__(self, gpt: GPT, recorder: FakeRecorder | None) -> None:
+    def __init__(self, gpt: Transformer, recorder: FakeRecorder | None) -> None:
         super().__init__(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=recorder)
         self.compiled: list[bool] = []
         """For each block that is compiled, whether that is in a recording."""
@@ -447,7 +447,7 @@ def test_compiled_blocks_say_what_the_model_says() -> None:
 
 def test_memory_that_does_not_suffice_is_one_line() -> None:
     with pytest.raises(NanoinferError, match="keys and values of 64 sequences need 18,014,398,509,744,128 bytes") as e:
-        StaticShapeEngine(GPT(TINY), EngineLimits(64, 2**40, 2**46))
+        StaticShapeEngine(Transformer(TINY), EngineLimits(64, 2**40, 2**46))
     assert "\n" not in str(e.value)
 
 

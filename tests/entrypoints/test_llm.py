@@ -11,7 +11,7 @@ import torch
 
 from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
@@ -198,7 +198,7 @@ def test_unknown_keywords_are_errors(tiny_folder: Path) -> None:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
-def log_likelihood(gpt: GPT, ids: list[int], start: int) -> float:
+def log_likelihood(gpt: Transformer, ids: list[int], start: int) -> float:
     """Sum of the log-probabilities of ids[start:], by the reference model on the whole list."""
     logprobs = gpt(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
     return sum(logprobs[t - 1, ids[t]].item() for t in range(start, len(ids)))

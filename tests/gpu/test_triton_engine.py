@@ -18,7 +18,7 @@ from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
 from nanoinfer.kernels.triton.tiles import attention_splits, product_tile
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -28,7 +28,7 @@ SMALL = replace(TINY, n_layer=2)
 EXACT = {"rtol": 0, "atol": 2e-4}
 
 
-def make_engine(gpt: GPT, limits: EngineLimits, quantization: str | None = None) -> TritonEngine:
+def make_engine(gpt: Transformer, limits: EngineLimits, quantization: str | None = None) -> TritonEngine:
     """An engine without graphs: what Triton's interpreter does is not among the operations that can be recorded."""
     none = FakeRecorder(fail_at=0)
     return TritonEngine(gpt, limits, EngineConfig(quantization=quantization, graph_memory=2**30), recorder=none)
@@ -86,7 +86,7 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(quantization: str
     assert all(block.attn.c_attn.weight.numel() == 0 for block in engine.model.blocks)  # nothing is kept twice
 
 
-def with_values(gpt: GPT, engine: TritonEngine) -> None:
+def with_values(gpt: Transformer, engine: TritonEngine) -> None:
     """Put the values that an engine's weights stand for into a model."""
     for layer, block in zip(engine._layers, gpt.blocks, strict=True):
         for name, weight in layer.weights.items():

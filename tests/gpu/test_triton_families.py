@@ -32,7 +32,7 @@ from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.engines.triton_modules import FusedLinear, FusedStack
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling_params import SamplingParams
 
 pytestmark = [
@@ -45,7 +45,7 @@ QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet
 with experts: biases in them, latent attention and a shared expert beside them."""
 
 
-def model_of(case: str, folder: Path) -> GPT:
+def model_of(case: str, folder: Path) -> Transformer:
     """The first layer of each kind that a model has, and the last layer. All, if layers need others."""
     families.make_folder(case, folder)
     full = load_gpt(open_folder(folder))
@@ -54,7 +54,7 @@ def model_of(case: str, folder: Path) -> GPT:
     kinds = [full.config.layer(i) for i in range(full.config.n_layer)]
     chosen = sorted({*map(kinds.index, kinds), full.config.n_layer - 1})
     layers = tuple(full.config.layer(i) for i in chosen)
-    gpt = GPT(replace(full.config, n_layer=len(chosen), layers=layers)).eval()
+    gpt = Transformer(replace(full.config, n_layer=len(chosen), layers=layers)).eval()
     state = full.state_dict()
     kept = {name: tensor for name, tensor in state.items() if ".h." not in name}
     for new, old in enumerate(chosen):
@@ -65,7 +65,7 @@ def model_of(case: str, folder: Path) -> GPT:
     return gpt
 
 
-def make_engine(gpt: GPT, quantization: str | None = None) -> TritonEngine:
+def make_engine(gpt: Transformer, quantization: str | None = None) -> TritonEngine:
     """An engine on the CUDA device, or without graphs: the interpreter's operations cannot be recorded."""
     config = EngineConfig(quantization=quantization, graph_memory=2**30)
     if not products.INTERPRETED:

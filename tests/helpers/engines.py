@@ -21,7 +21,7 @@ from nanoinfer.engines.base import Engine
 from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import window_start
@@ -41,7 +41,7 @@ BLOCKS: defaultdict[tuple[str, ModelConfig], dict[tuple[torch.Size, int, bool, b
 """What the compiled engines of all tests have compiled: most of their models have the same shapes."""
 
 
-def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
+def make_engine(name: str, gpt: Transformer, max_num_seqs: int = 4) -> Engine:
     """Return an engine. On a CPU, graphs are recordings of operations (recorded.py), blocks are traced only, and
     Triton's kernels are interpreted."""
     device = gpt.lm_head.weight.device
@@ -77,7 +77,7 @@ def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams])
     return [[o.token_ids for o in core.output(r).outputs] for r in requests]
 
 
-def naive_greedy(gpt: GPT, prompt: list[int], max_tokens: int, stride: int | None = None) -> list[int]:
+def naive_greedy(gpt: Transformer, prompt: list[int], max_tokens: int, stride: int | None = None) -> list[int]:
     """nanoGPT's generate at temperature 0, with the window of the sliding rule (stride 1 is its own crop).
 
     The matrices ask for the same tokens again and again: they are computed once for each model, by its weights.
@@ -96,7 +96,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _naive_greedy(gpt: GPT, prompt: list[int], max_tokens: int, stride: int | None) -> list[int]:
+def _naive_greedy(gpt: Transformer, prompt: list[int], max_tokens: int, stride: int | None) -> list[int]:
     ids = list(prompt)
     for _ in range(max_tokens):
         if stride is None and len(ids) > gpt.config.block_size:

@@ -17,7 +17,7 @@ from nanoinfer.utils.arrays import HostTensor
 
 if TYPE_CHECKING:  # the core imports the extension, which conftest.py must choose before
     from nanoinfer.core.core import Core
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.transformer import Transformer
     from nanoinfer.scheduling.sequence import Request
 
 CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -34,24 +34,24 @@ def make_weights(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) ->
     return Weights(config, "float32", lambda: iter(tensors.items()))
 
 
-def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
+def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> Transformer:
     """Return the reference model with `make_weights`' weights."""
     return load_gpt(make_weights(config, seed, std))
 
 
-def load_gpt(weights: Weights) -> GPT:
+def load_gpt(weights: Weights) -> Transformer:
     from nanoinfer.checkpoints import gpt_loading  # only if a test needs the reference model: it imports torch
 
     return gpt_loading.load_gpt(weights)
 
 
-def load_folder(folder: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig]:
+def load_folder(folder: Path, dtype: str = "float32") -> tuple[Transformer, ModelConfig]:
     """Return the reference model of a Hugging Face folder, and its config."""
     weights = huggingface.open_folder(folder, dtype)
     return load_gpt(weights), weights.config
 
 
-def weights_of(gpt: GPT) -> Weights:
+def weights_of(gpt: Transformer) -> Weights:
     """Return a model's weights in the form that engines take."""
     from nanoinfer.checkpoints import gpt_loading
 

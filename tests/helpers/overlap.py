@@ -13,7 +13,7 @@ from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.static_shapes import StaticShapeEngine
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -56,7 +56,12 @@ class TorchSampler:
 
 
 def make_core(
-    gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: int = 2048, target_step_ms: int | None = None
+    gpt: Transformer,
+    *,
+    recorded: bool = True,
+    overlap: bool = True,
+    chunk: int = 2048,
+    target_step_ms: int | None = None,
 ) -> Core:
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()

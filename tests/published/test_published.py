@@ -35,7 +35,7 @@ from nanoinfer.config import SchedulerConfig  # noqa: E402
 from nanoinfer.core.core import Core  # noqa: E402
 from nanoinfer.engines.registry import ENGINES  # noqa: E402
 from nanoinfer.errors import NanoinferError  # noqa: E402
-from nanoinfer.models.gpt import GPT  # noqa: E402
+from nanoinfer.models.transformer import Transformer  # noqa: E402
 from nanoinfer.sampling.sampler import sample  # noqa: E402
 from nanoinfer.scheduling.scheduler import Scheduler  # noqa: E402
 from nanoinfer.tokenizers.tokenizer import byte_level  # noqa: E402
@@ -282,7 +282,7 @@ def ending(token: int) -> SamplingParams:
     return SamplingParams(max_tokens=3, temperature=0, allowed_token_ids=[token])
 
 
-def opened(path: Path) -> GPT:
+def opened(path: Path) -> Transformer:
     """Return the reference model of a file or a folder, without its tokenizer."""
     return load_gpt(open_weights(path).shortened(MAX_MODEL_LEN))
 

@@ -27,8 +27,8 @@ from nanoinfer.config import Experts, Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.static import StaticEngine
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.roofline.arithmetic import Chosen, Poly, StepCost, decode, extend, kv_cache_layer, prefill
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
@@ -88,7 +88,9 @@ AT = pytest.mark.parametrize("B,N", SIZES)
 class Engine:
     """B sequences of an engine, all of the same length."""
 
-    def __init__(self, model: GPT, B: int, kind: type[StaticEngine] | type[RecomputeEngine] = StaticEngine) -> None:
+    def __init__(
+        self, model: Transformer, B: int, kind: type[StaticEngine] | type[RecomputeEngine] = StaticEngine
+    ) -> None:
         self.engine = kind(model, make_limits(model.config))
         self.handles = [self.engine.open() for _ in range(B)]
 
@@ -112,7 +114,7 @@ _WITH_WEIGHTS = ("linear", "layer_norm", "rms_norm", "gelu", "einsum")
 class Touched(TorchDispatchMode):
     """Logs which weights and cached tensors the operations of a step are given, in bytes."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: Transformer) -> None:
         super().__init__()
         self._parameters = {p.data_ptr() for p in model.parameters()}
         self.weights: dict[int, int] = {}
@@ -135,7 +137,7 @@ class Touched(TorchDispatchMode):
         return out
 
 
-def touched(model: GPT, B: int, before: int, num_new: int, num_logits: int) -> Touched:
+def touched(model: Transformer, B: int, before: int, num_new: int, num_logits: int) -> Touched:
     engine = Engine(model, B)
     engine.step(before)
     with Touched(model) as log:

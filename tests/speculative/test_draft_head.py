@@ -40,7 +40,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.speculative import draft_head, numpy_ops, torch_ops
 from nanoinfer.speculative.base import DraftRequest
@@ -64,7 +64,7 @@ def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3)
     return DraftHead(config, {name: np.float32(generator.normal(0.0, std, shape)) for name, shape in shapes.items()})
 
 
-def make_drafter(gpt: GPT, head: DraftHead | None = None, kind: str = "numpy") -> HeadDrafter:
+def make_drafter(gpt: Transformer, head: DraftHead | None = None, kind: str = "numpy") -> HeadDrafter:
     head = head or make_head()
     frame = draft_head.target_embeddings(head.config, weights_of(gpt), "target")
     ops: ModuleType = torch_ops if kind == "torch" else numpy_ops
@@ -142,7 +142,9 @@ def test_the_decoder_checks_what_it_writes_to() -> None:
 class Watcher(Scripted):
     """Checks what it is shown: the newest token is drawn from the hidden state of its own row."""
 
-    def __init__(self, gpt: GPT, texts: dict[tuple[int, ...], list[int]], num_right: Callable[[int], int]) -> None:
+    def __init__(
+        self, gpt: Transformer, texts: dict[tuple[int, ...], list[int]], num_right: Callable[[int], int]
+    ) -> None:
         super().__init__(texts, num_right)
         self._gpt = gpt
         self.said: dict[SamplerRow, list[int]] = {}

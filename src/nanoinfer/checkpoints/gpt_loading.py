@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoints.weights import Weights
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.parameters import CORRECTION, initial
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.utils.arrays import HostTensor
 
 
-def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:
-    """Return a GPT in eval mode with these weights on a device, in their dtype. Strides of the tensors are kept."""
+def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> Transformer:
+    """Return a model in eval mode with these weights on a device, in their dtype. Strides of the tensors are kept."""
     dtype = torch_dtype(weights.dtype)
     with torch.device("meta"):  # names and shapes, but no memory for weights
-        model = GPT(weights.config)
+        model = Transformer(weights.config)
     state = {
         name: to_torch(tensor).to(device, torch.float32 if name.endswith(CORRECTION) else dtype)
         for name, tensor in weights.read()
@@ -34,7 +34,7 @@ def init_weights(module: nn.Module, n_layer: int, seed: int) -> None:
             p.copy_(torch.from_numpy(initial(name, tuple(p.shape), n_layer, seed)))
 
 
-def weights_of(gpt: GPT) -> Weights:
+def weights_of(gpt: Transformer) -> Weights:
     """Return a model's weights. They share the memory of a model on the CPU."""
     dtype = str(gpt.lm_head.weight.dtype).removeprefix("torch.")
     return Weights(gpt.config, dtype, lambda: ((name, from_torch(p)) for name, p in gpt.named_parameters()))

@@ -36,7 +36,7 @@ from nanoinfer.utils.checks import require_int, show
 from nanoinfer.utils.files import escaped, first_bytes
 
 if TYPE_CHECKING:
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.transformer import Transformer
     from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoinfer")
@@ -70,10 +70,10 @@ class LoadedModel:
     """Sampling parameters of generation_config.json, not checked."""
     pooling: Pooling = field(default_factory=Pooling)
     """How embeddings and scores are made."""
-    _gpt: GPT | None = field(default=None, init=False, repr=False)
+    _gpt: Transformer | None = field(default=None, init=False, repr=False)
 
     @property
-    def gpt(self) -> GPT:
+    def gpt(self) -> Transformer:
         """The reference model, loaded into memory on the CPU, in eval mode."""
         if self._gpt is None:
             from nanoinfer.checkpoints.gpt_loading import load_gpt

@@ -43,7 +43,7 @@ class Weights:
     """Weights of a model that are not in memory yet: loaders create them, engines read them.
 
     Engine `native` packs each tensor as it is read, so memory never holds two copies of the model. The engines in
-    PyTorch load all of them into a GPT (gpt_loading.py).
+    PyTorch load all of them into a Transformer (gpt_loading.py).
     """
 
     config: ModelConfig

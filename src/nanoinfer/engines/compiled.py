@@ -27,8 +27,8 @@ from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import StepTensors, run_block
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT, Block
 from nanoinfer.models.layers import Rotation
+from nanoinfer.models.transformer import Block, Transformer
 
 RunBlock = Callable[..., Tensor]
 
@@ -46,7 +46,7 @@ class CompiledEngine(CudaGraphEngine):
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         limits: EngineLimits,
         config: EngineConfig = DEFAULTS,
         *,

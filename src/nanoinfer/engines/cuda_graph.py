@@ -23,7 +23,7 @@ from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder, out_of_memory
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StaticShapeEngine, StepOutput
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 log = logging.getLogger("nanoinfer")
 
@@ -40,7 +40,7 @@ class CudaGraphEngine(StaticShapeEngine):
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         limits: EngineLimits,
         config: EngineConfig = DEFAULTS,
         *,

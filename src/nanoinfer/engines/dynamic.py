@@ -16,7 +16,7 @@ from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.models.attention import AttentionSpec, masking, scaled_attention
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (K, T, D)
 
@@ -56,7 +56,7 @@ class _Step:
 class DynamicEngine(TorchEngine):
     """Stores a list of (keys, values) pairs for each sequence, one pair for each layer."""
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         self._kv: dict[Handle, list[LayerKV]] = {}
         layers = [self.config.at(i) for i in range(self.config.n_layer)]

@@ -22,7 +22,7 @@ from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool
 from nanoinfer.kv.slots import LayerTensors, allocate
 from nanoinfer.models.attention import AttentionSpec, masking, scaled_attention
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 
 class _Step:
@@ -68,7 +68,7 @@ class _Step:
 class PagedEngine(TorchEngine):
     """Stores keys and values of each layer in two tensors, (blocks, KV_BLOCK, K, D); `BlockPool` has the tables."""
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         num_blocks = -(-limits.max_num_cached_tokens // KV_BLOCK)
         self._pool = BlockPool(num_blocks)

@@ -16,13 +16,13 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 
 class RecomputeEngine(TorchEngine):
     """Stores token ids only and recomputes everything else."""
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         self._tokens: dict[Handle, list[int]] = {}
 

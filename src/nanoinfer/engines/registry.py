@@ -46,7 +46,7 @@ class EngineSpec:
     module: str | None = None
     """Optional dependency (import name)."""
     native: bool = False
-    """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
+    """Whether the engine needs the native extension. Such an engine loads weights one at a time, not a model."""
     preferred: bool = True
     """Whether `auto` may choose it when another engine supports the configuration too."""
 

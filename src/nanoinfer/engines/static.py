@@ -17,7 +17,7 @@ from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.attention import AttentionSpec, Masking, masking, scaled_attention
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 
 class _Step:
@@ -90,7 +90,7 @@ class _Step:
 class StaticEngine(TorchEngine):
     """Stores keys and values of each layer in two tensors, (slots, K, block_size, D)."""
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         self._cache = SlotCache(self.config, limits.max_num_seqs, limits.block_size, self.dtype, self.device)
 

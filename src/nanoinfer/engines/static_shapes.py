@@ -39,8 +39,8 @@ from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.attention import AttentionSpec, Masking, attention_backends, scaled_attention
 from nanoinfer.models.experts import ExpertMLP
-from nanoinfer.models.gpt import GPT, Block, LayerAttend
 from nanoinfer.models.layers import Rotation
+from nanoinfer.models.transformer import Block, LayerAttend, Transformer
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 HEAD_TOKENS = 16
@@ -86,7 +86,7 @@ class StaticShapeEngine(ModelEngine):
     min_context = 64
     """Smallest context bucket, in tokens."""
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         columns = slot_tokens("padded slots", limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)

@@ -16,7 +16,7 @@ from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.models.attention import LayerCache, attention_backends
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 
 class ModelEngine(Sequences):
@@ -28,9 +28,9 @@ class ModelEngine(Sequences):
         config: options of derived engines (EngineSpec.options).
     """
 
-    model: GPT
+    model: Transformer
 
-    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
         self.model = model
         self.device = model.lm_head.weight.device
@@ -94,7 +94,7 @@ class TorchEngine(ModelEngine):
         raise NotImplementedError
 
 
-def lay_out(model: GPT) -> None:
+def lay_out(model: Transformer) -> None:
     """Store linear weights in the memory layout that this device's kernels read fastest. Values do not change.
 
     For float32 on a CPU, the input dimension is outermost, as in GPT-2's checkpoints: one row times GPT-2's weights

@@ -46,9 +46,9 @@ from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import attention_backends, soft_cap
-from nanoinfer.models.gpt import GPT, MLP, Attention
 from nanoinfer.models.layers import AfterBlock, GatedMLP, Rotation, rounded
 from nanoinfer.models.other_attention import SharedAttention
+from nanoinfer.models.transformer import MLP, Attention, Transformer
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -68,7 +68,7 @@ class TritonEngine(CudaGraphEngine):
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         limits: EngineLimits,
         config: EngineConfig = DEFAULTS,
         *,

@@ -17,9 +17,9 @@ from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.kernels.triton.rows import Norm
-from nanoinfer.models.gpt import GPT, Attention, Block
 from nanoinfer.models.layers import AfterBlock, GatedMLP, HeadNorms, LayerNorm, RMSNorm
 from nanoinfer.models.other_attention import SharedAttention
+from nanoinfer.models.transformer import Attention, Block, Transformer
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
 Pack = Callable[[Tensor], Weight]
@@ -67,7 +67,7 @@ class Layer:
         return self.kind.experts
 
 
-def describe(model: GPT, pack: Pack, *, keep: bool) -> list[Layer]:
+def describe(model: Transformer, pack: Pack, *, keep: bool) -> list[Layer]:
     """Return the layers of a model.
 
     Args:

@@ -19,7 +19,7 @@ from nanoinfer.kernels.triton.experts import BLOCK, expert_product
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.models.experts import ExpertMLP, Stack
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 
 
 class FusedLinear(nn.Module):
@@ -78,7 +78,7 @@ class FusedStack(Stack):
         return torch.empty(rows, self.packed.num_outputs // self.count, dtype=self.packed.operand, device=x.device)
 
 
-def fuse(model: GPT, pack: Pack, most: float) -> None:
+def fuse(model: Transformer, pack: Pack, most: float) -> None:
     """Replace the matrices in the modules of a model that engine `triton` runs as they are.
 
     Args:
@@ -96,11 +96,11 @@ def fuse(model: GPT, pack: Pack, most: float) -> None:
             mlp.experts[name] = FusedStack(mlp.config.count, take(stack, pack, keep=False), bias)
 
 
-def _mixtures(model: GPT) -> list[ExpertMLP]:
+def _mixtures(model: Transformer) -> list[ExpertMLP]:
     return [module for module in model.modules() if isinstance(module, ExpertMLP)]
 
 
-def _linears(model: GPT) -> Iterator[tuple[nn.Module, str]]:
+def _linears(model: Transformer) -> Iterator[tuple[nn.Module, str]]:
     """Return the modules that have such linear layers, and the names in them. Routers keep the model's dtype."""
     if model.config.per_layer_dim:
         yield model.transformer["per_layer"], "c_in"

@@ -1,1 +1,1 @@
-"""Models: the reference GPT, checkpoint loaders and savers, tokenizers, and the built-in weights."""
+"""Models: the reference `Transformer`, the families as data, presets, poolings and the built-in weights."""

@@ -1,7 +1,7 @@
 """Attention over dense keys and values in PyTorch, as the layers of a model ask for it.
 
 The engines in PyTorch differ in where keys and values are, and all call `scaled_attention`, within
-`attention_backends`. Shapes: see gpt.py; K = number of heads of keys and values, S = number of keys.
+`attention_backends`. Shapes: see transformer.py; K = number of heads of keys and values, S = number of keys.
 """
 
 from __future__ import annotations

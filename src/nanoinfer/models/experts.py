@@ -7,7 +7,7 @@ values, and a softmax of the logits weights their outputs (Shazeer et al. 2017).
 token instead of one MLP with as many parameters as all of them. A shared expert, if there is one, is added for each
 token, in some models times a gate (DeepSeekMoE, Dai et al. 2024; Qwen2-MoE).
 
-Whoever reads GPT-2 can leave this file out: gpt.py selects it by one line.
+Whoever reads GPT-2 can leave this file out: transformer.py selects it by one line.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In some models, the keys and values of a layer are those of an earlier layer, wh
 (cross-layer attention, Brandon et al. 2024; Gemma 3n and 4). In others, values are the keys before their norm and
 rotation, or have a norm (Gemma 4). `LayerKind` says which layer does.
 
-Whoever reads GPT-2 can leave this file out: gpt.py selects it by one line.
+Whoever reads GPT-2 can leave this file out: transformer.py selects it by one line.
 """
 
 from __future__ import annotations

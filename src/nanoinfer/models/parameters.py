@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shape of each parameter by its name, in the order of `GPT.named_parameters`. A tied head has no entry.
+    """Return the shape of each parameter by its name, in the order of `named_parameters`. A tied head has no entry.
 
     A matrix is (out, in), an embedding (rows, n_embd). The table of per-layer embeddings has a row for each token and
     layer, those of a token one after the other.

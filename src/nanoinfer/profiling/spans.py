@@ -14,7 +14,7 @@ Spans nest. Time counts for the innermost span, so the parts add up to the total
 step enters the engine and the sampler; modules of the model get PyTorch hooks. Both are removed at the end of the
 `with` block, also after an exception.
 
-Covered: engines that run the modules of `models.gpt` in Python with attention as an argument, and engines that measure
+Covered: engines that run the modules of `transformer.py` in Python with attention as an argument, and those that measure
 their parts (`part_seconds`: native). Not covered: engines that run the model in one call (a replayed graph, or compiled
 code, which ignores hooks added later). Their time is "rest of the engine", and `tells_apart` returns False.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.profiler import record_function
 
     from nanoinfer.config import ModelConfig
-    from nanoinfer.models.gpt import LayerAttend
+    from nanoinfer.models.transformer import LayerAttend
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
@@ -148,7 +148,7 @@ def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitSta
     """Put spans around the modules of a model, until the stack is closed."""
     from torch import nn
 
-    from nanoinfer.models.gpt import Block
+    from nanoinfer.models.transformer import Block
 
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.training.data import evenly_spread
@@ -138,7 +138,9 @@ class TargetBatches:
 
 
 @torch.no_grad()
-def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype) -> TargetBatches:
+def run_target(
+    target: Transformer, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype
+) -> TargetBatches:
     """Run the target once over windows, (N, T), and return them as batches.
 
     Args:

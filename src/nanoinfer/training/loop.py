@@ -22,8 +22,8 @@ from nanoinfer.checkpoints.gpt_loading import init_weights, load_gpt
 from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.parameters import CORRECTION
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import data, distill
 from nanoinfer.training.run import (
@@ -117,7 +117,7 @@ def _load_target(config: TrainConfig) -> LoadedModel | None:
     return None if name is None else distill.load_target(name, config.block_size, option)
 
 
-def _use_target(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
+def _use_target(run: TrainRun, target: Transformer, num_tokens: int, complete: distill.Complete | None) -> None:
     """Replace the batches of `run` by batches with what the target computes, on the data and on generated windows."""
     assert complete is not None, "a target needs `complete`"
     config, block_size = run.config, run.config.block_size
@@ -134,7 +134,7 @@ def _use_target(run: TrainRun, target: GPT, num_tokens: int, complete: distill.C
 
 def _start(
     config: TrainConfig, train: list[str], val: list[str], saved: State | None, target: LoadedModel | None
-) -> tuple[GPT, tokenizers.Tokenizer, str]:
+) -> tuple[Transformer, tokenizers.Tokenizer, str]:
     """Return the model to start from, its tokenizer, and the tokenizer's JSON."""
     if config.init != "scratch":
         return _start_from(config)
@@ -159,12 +159,12 @@ def _start(
         bias=config.bias,
         bos_token_id=newline[0] if len(newline) == 1 else None,  # an empty prompt starts a new line
     )
-    model = GPT(model_config, config.dropout)
+    model = Transformer(model_config, config.dropout)
     init_weights(model, config.n_layer, config.seed)
     return model, tokenizer, text
 
 
-def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
+def _start_from(config: TrainConfig) -> tuple[Transformer, tokenizers.Tokenizer, str]:
     """Return a copy of an existing model with its positions cropped to block_size, its tokenizer and the JSON."""
     override = None if config.tokenizer in ("char", "bpe") else config.tokenizer
     loaded = load_model(config.init, tokenizer=override)
@@ -179,7 +179,7 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
             f"block_size={config.block_size} is more than the {loaded.config.block_size} of init={config.init!r}"
         )
     start = load_gpt(loaded.weights.shortened(config.block_size))
-    model = GPT(start.config, config.dropout)
+    model = Transformer(start.config, config.dropout)
     model.load_state_dict(start.state_dict())
     for name, p in model.named_parameters():
         p.requires_grad_(not name.endswith(CORRECTION))  # which chooses experts, and has no gradient

@@ -31,8 +31,8 @@ from torch import Tensor
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gpt_loading import from_torch, load_gpt, to_torch, weights_of
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT
 from nanoinfer.models.stored import read_safetensors, to_safetensors
+from nanoinfer.models.transformer import Transformer
 from nanoinfer.training import data, distill
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
@@ -90,7 +90,7 @@ class TrainRun:
 
     def write(self) -> None:
         """Write the current model to `out`."""
-        assert isinstance(self.model, GPT)
+        assert isinstance(self.model, Transformer)
         huggingface.save(weights_of(self.model), Path(self.config.out), self.tokenizer_json, self.config.save_dtype)
 
     def read(self) -> torch.nn.Module:

@@ -1,6 +1,6 @@
 """Loops in PyTorch: nanoGPT's, the naive backend, and Hugging Face transformers' `generate`.
 
-nanoGPT computes the whole prefix of the whole batch again for every token: the loop of `GPT.generate`
+nanoGPT computes the whole prefix of the whole batch again for every token: the loop of `Transformer.generate`
 (karpathy/nanoGPT: model.py), on our reference model: crop to block_size, run everything, keep the logits of the last
 position, sample greedily, append. Weights are in nanoGPT's layout, (out, in) row by row. A batch needs equal lengths,
 as it does there: unequal ones run one after the other.

@@ -2,8 +2,8 @@
 
 One program prepares one head of one token. Queries and keys are normalised, each head alone, and then rotated; values
 are only stored, in some models normalised too. Cosines and sines of the angles are computed once a step
-(`GPT.rotations`) for all layers that share them. Some layers have fewer projections: in place of values, the keys as
-they are before norm and rotation; or queries alone, because the keys are those of an earlier layer.
+(`Transformer.rotations`) for all layers that share them. Some layers have fewer projections: in place of values, the
+keys as they are before norm and rotation; or queries alone, because the keys are those of an earlier layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference model: a decoder that a config describes. The defaults are GPT-2, with the checkpoint's names.
+"""The general decoder, the reference of all families: a config describes it. The defaults are GPT-2 in nanoGPT's names.
 
 Shapes in the comments of this project:
 
@@ -157,7 +157,7 @@ RunBlock = Callable[[int, Block, Tensor, Rotation | None], Tensor]
 """(layer, block, x, rotation) -> the block's output, (..., C)."""
 
 
-class GPT(nn.Module):
+class Transformer(nn.Module):
     """A decoder-only language model, GPT-2 or another one that its config describes.
 
     Weights are uninitialized: gpt_loading.py loads or initializes them.
