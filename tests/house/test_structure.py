@@ -7,7 +7,7 @@ import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,10 +39,36 @@ def test_no_lock_outlives_a_fork() -> None:
     assert not [str(p) for p in FILES if "functools.cached_property" in {*imports(p)}]
 
 
+def section_of_levels() -> str:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return text.partition("## Levels, bottom to top")[2].partition("\n## ")[0]
+
+
+def num_lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_rooms_are_within_their_budgets() -> None:
+    """A change that needs more lines deletes others first: the numbers of docs/architecture.md are limits."""
+    section = section_of_levels()
+    limits = {room: int(n.replace(",", "")) for room, n in re.findall(r"^\| `([\w/]+)` \| ([\d,]+) \|", section, re.M)}
+    sizes = {
+        room: num_lines((PACKAGE / room).rglob("*.py") if room.endswith("/") else [PACKAGE / f"{room}.py"])
+        for room in levels()
+    }
+    assert {room: n for room, n in sizes.items() if n > limits[room]} == {}
+    totals = re.search(r"`src/` may have ([\d,]+), the tests ([\d,]+), and\n`kernels/cpu/` ([\d,]+) lines", section)
+    assert totals is not None
+    in_src, in_tests, in_cpp = (int(n.replace(",", "")) for n in totals.groups())
+    assert num_lines(FILES) <= in_src
+    assert num_lines(TESTS.rglob("*.py")) <= in_tests
+    cpp = [p for p in (PACKAGE / "kernels" / "cpu").iterdir() if p.suffix in (".cpp", ".h", ".cmake")]
+    assert num_lines(cpp) <= in_cpp
+
+
 def levels() -> dict[str, set[str]]:
     """Return the table of docs/architecture.md: room -> the rooms that it imports, bottom to top."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    section = text.partition("## Levels, bottom to top")[2].partition("\n## ")[0]
+    section = section_of_levels()
     rows = re.findall(r"^\| `([\w/]+)` \|.*\| ([^|]*) \|$", section, re.M)
     return {room: set(names.split(", ")) - {"–"} for room, names in rows}
 

@@ -393,22 +393,22 @@ def test_response_format_is_a_structured_output() -> None:
             assert parse(url, body | {"response_format": given}, SamplingParams()).params.structured_outputs == expected
         own = parse(url, body | {"structured_outputs": {"regex": "a"}}, SamplingParams()).params.structured_outputs
         assert own == Structured(regex="a")
-        for bad in (
-            "json",
-            {"type": "xml"},
-            {},
-            [],
-            {"type": "json_schema"},
-            {"type": "json_schema", "json_schema": {}},
-            {"type": "json_object", "schema": 5},
-            {"type": "json_object", "schemas": schema},
-            {"type": "text", "schema": schema},
-            {"type": "json_schema", "json_schema": {"schema": schema, "x": 1}},
-            {"type": "json_schema", "json_schema": {"schema": schema}, "strict": True},
+        for bad, part in (
+            ("json", ""),
+            ({"type": "xml"}, ".type"),
+            ({}, ""),
+            ([], ""),
+            ({"type": "json_schema"}, ""),
+            ({"type": "json_schema", "json_schema": {}}, ".json_schema"),
+            ({"type": "json_object", "schema": 5}, ".schema"),
+            ({"type": "json_object", "schemas": schema}, ""),
+            ({"type": "text", "schema": schema}, ""),
+            ({"type": "json_schema", "json_schema": {"schema": schema, "x": 1}}, ".json_schema"),
+            ({"type": "json_schema", "json_schema": {"schema": schema}, "strict": True}, ""),
         ):
             with pytest.raises(FieldError, match=r"^response_format") as e:
                 parse(url, body | {"response_format": bad}, SamplingParams())
-            assert error_body(e.value)["error"]["param"] == "response_format"
+            assert error_body(e.value)["error"]["param"] == f"response_format{part}"
         with pytest.raises(NanoinferError) as caught:
             parse(url, body | {"structured_outputs": {"regx": "a"}}, SamplingParams())
         assert error_body(caught.value)["error"]["param"] == "structured_outputs"

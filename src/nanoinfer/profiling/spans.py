@@ -14,7 +14,7 @@ Spans nest. Time counts for the innermost span, so the parts add up to the total
 step enters the engine and the sampler; modules of the model get PyTorch hooks. Both are removed at the end of the
 `with` block, also after an exception.
 
-Covered: engines that run the modules of `transformer.py` in Python with attention as an argument, and those that count
+Covered: engines that run the modules of `transformer.py` in Python with attention as an argument, and those that time
 their parts (`part_seconds`: native). Not covered: engines that run the model in one call (a replayed graph, or compiled
 code, which ignores hooks added later). Their time is "rest of the engine", and `tells_apart` returns False.
 """
