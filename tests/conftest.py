@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import inspect
 import io
+import logging
 import os
 import re
 import signal
@@ -100,6 +101,15 @@ def pytest_collection_finish() -> None:
     """Leave the objects of modules and of the list of tests, a million, out of each collection of garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _log() -> None:
+    """Log as in a new process: a test, or a library that it calls, may leave the package's logger configured."""
+    log = logging.getLogger("nanoinfer")
+    log.handlers, log.propagate, log.disabled = [], True, False
+    log.setLevel(logging.NOTSET)
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

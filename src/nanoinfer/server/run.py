@@ -122,7 +122,8 @@ async def listen(app: ASGIApp, config: ServerConfig, bound: socket.socket, about
 
 async def _import_all() -> None:
     """Import what requests would import, which fails when no file can be opened."""
-    for name in ("concurrent.futures.thread", "importlib.metadata", "llguidance", "nanoinfer.structured.vocabulary"):
+    structured = ("llguidance", "nanoinfer.structured.check_worker", "nanoinfer.structured.vocabulary")
+    for name in ("concurrent.futures.thread", "importlib.metadata", *structured):
         with suppress(ImportError):  # an extra that is not installed: requests that need it are refused
             importlib.import_module(name)
     await anyio.sleep(0)  # anyio imports its backend in the first call
