@@ -932,7 +932,7 @@ def test_hostile_answers_make_no_script_no_handler_and_no_request(page: Page, st
 def test_without_the_package_text_is_plain_and_the_page_says_so_once(
     page: Page, stub: page_stub.Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoinfer.server.page.PARSER", None)
+    monkeypatch.setattr("nanoinfer.server.page_routes.PARSER", None)
     answered(page, stub, "*a*")
     page.wait_for_selector(".output small")
     assert page.inner_text(".output small").startswith("Markdown is not shown: markdown-it-py is not installed: pip")
