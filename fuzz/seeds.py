@@ -11,7 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import tokenizers as hf
@@ -22,7 +21,6 @@ from nanoinfer.checkpoints import huggingface, nanogpt
 from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.transformer import Transformer
-from nanoinfer.speculative import draft_head
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import loop
 from nanoinfer.training.train_config import TrainConfig
@@ -209,18 +207,6 @@ def make_tekken() -> list[bytes]:
 def make_ranks() -> list[bytes]:
     """Return a table of tiktoken's."""
     return ["".join(f"{token} {i}\n" for i, token in enumerate(_ranked())).encode()]
-
-
-def make_head() -> dict[str, bytes]:
-    """Return the files of a draft head: name -> content."""
-    from tempfile import TemporaryDirectory
-
-    config, generator = draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8), np.random.default_rng(0)
-    shapes = draft_head.shapes(config).items()
-    head = draft_head.DraftHead(config, {name: generator.random(shape, np.float32) for name, shape in shapes})
-    with TemporaryDirectory() as folder:
-        draft_head.save(head, Path(folder))
-        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
 
 
 def train_config(folder: Path) -> TrainConfig:

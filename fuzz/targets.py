@@ -41,7 +41,6 @@ from seeds import (
     exported,
     make_bin,
     make_checkpoints,
-    make_head,
     make_index,
     make_meta,
     make_ranks,
@@ -67,7 +66,6 @@ from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
-from nanoinfer.speculative import draft_head
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.training import loop
@@ -246,10 +244,6 @@ FILES = {
         mutate_json, lambda p: load_tokenizer(str(p.parent)), use_tokenizer,
         lambda: {"vocab.json": b'{"a": 0, "b": 1, "ba": 2}', "merges.txt": b"#version: 0.2\nb a\n"},
     ),
-    "head-config": File("draft_head.json", lambda: [make_head()["draft_head.json"]], mutate_json,
-                        lambda p: draft_head.load(p.parent), others=make_head),
-    "head-weights": File("draft_head.safetensors", lambda: [make_head()["draft_head.safetensors"]], mutate_safetensors,
-                         lambda p: draft_head.load(p.parent), others=make_head),
     "state": File(STATE, lambda: [run_folder()[STATE]], mutate_safetensors, resume, finish, run_folder),
     "results": File("results.json", make_results, mutate_json, results.read, use_results),
 }  # fmt: skip
@@ -290,9 +284,8 @@ def run_kind(data: bytes, folder: Path) -> None:
 
 
 def run_name(data: bytes, folder: Path) -> None:
-    """Load a model, a tokenizer and a draft head by a random name."""
+    """Load a model and a tokenizer by a random name."""
     name = data.decode(errors="surrogateescape")
-    draft_head.find(name)
     for load in (load_tokenizer, load_model):
         try:
             load(name)

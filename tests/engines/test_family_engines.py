@@ -40,7 +40,6 @@ from nanoinfer.models.transformer import Transformer
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative import draft_head
 from nanoinfer.utils.arrays import to_numpy
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -166,20 +165,6 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
         assert outputs[0].metrics.speculation is not None
         accepted[draft] = outputs[0].metrics.speculation.num_accepted
     assert accepted["self:int8"] > 8, accepted
-
-
-@pytest.mark.parametrize("case", ["gemma3-scaled", "olmo2", "gpt_neox", "nanochat"])
-def test_a_draft_head_changes_no_token(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Targets with a scaled or normalised embedding, a soft cap of the logits, and an untied head."""
-    folder, random = folder_of(case), np.random.default_rng(0)
-    shape = open_folder(folder).config
-    config = draft_head.DraftHeadConfig(case, shape.vocab_size, shape.n_embd, n_hidden=8)
-    values = {n: random.standard_normal(s).astype(np.float32) * 0.1 for n, s in draft_head.shapes(config).items()}
-    draft_head.save(draft_head.DraftHead(config, values), tmp_path / "head")
-    for engine in ("native", "static"):
-        plain = tokens(LLM(str(folder), engine=engine, dtype="float32"), PROMPTS, GREEDY)
-        llm = LLM(str(folder), engine=engine, dtype="float32", draft=str(tmp_path / "head"), speculate_k=2)
-        assert tokens(llm, PROMPTS, GREEDY) == plain
 
 
 # Format of native -> the largest distance of its logits from those of the same rounded weights in float32: root mean

@@ -30,7 +30,7 @@ FORMATS = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
 }
-DRAFTS = ("shakespeare-draft", "prompt-lookup", "self:int8", "self:1", "shakespeare-head", "auto")
+DRAFTS = ("shakespeare-draft", "prompt-lookup", "self:int8", "self:1", "auto")
 CONTROLS = {
     "temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "presence_penalty": 0.1, "frequency_penalty": 0.1,
     "repetition_penalty": 1.1, "logit_bias": {3: 1.0, 5: -100.0}, "min_tokens": 4, "stop": ("zzz",),

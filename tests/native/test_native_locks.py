@@ -112,7 +112,6 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 ONES = np.ones((2, 8), np.float32)
-MATRIX = _native.Matrix(values=ONES, threads=POOL)
 NAME = "transformer.h.0.attn.c_attn.weight"
 WAITING = {
     "load": Case(of_decoder("load", "transformer.ln_f.weight", np.ones(128, np.float32))),
@@ -178,9 +177,6 @@ CASES = {
         _native.packed_size(format="q8_0", rows=2, columns=32)[0],
         waits=None,
     ),
-    "Matrix": Case(lambda s: type(_native.Matrix(values=ONES, threads=POOL)), _native.Matrix, waits=None),
-    "Matrix.multiply": Case(lambda s: MATRIX.multiply(ONES).tolist(), [[8.0, 8.0]] * 2, waits=None),
-    "Matrix.rows": Case(lambda s: MATRIX.rows([1]).tolist(), [[1.0] * 8], waits=False),
     "ReadBuffer.read": Case(
         lambda s: type(_native.ReadBuffer(num_bytes=1 << 16, threads=POOL).read()), int, waits=None
     ),

@@ -30,6 +30,7 @@ from nanoinfer.tokenizers.tokenizer import (
     Tokenizer,
     char_to_json,
     decode,
+    fingerprint,
     from_file,
     from_json,
     to_json,
@@ -510,3 +511,9 @@ def test_gpt2_encodes_any_text_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, T
 def test_gpt2_decodes_any_tokens_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], ids: list[int]) -> None:
     theirs, ours = gpt2
     assert decode(ours, ids) == theirs.decode(ids)
+
+
+def test_fingerprints() -> None:
+    prints = [fingerprint(CharTokenizer(c)) for c in (CHARS, CHARS[::-1], CHARS[:-1])]
+    assert len(set(prints)) == 3
+    assert fingerprint(from_json(char_to_json(CHARS), "there")) == prints[0]

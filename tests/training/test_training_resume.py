@@ -18,16 +18,15 @@ from helpers.errors import refuses
 from helpers.models import make_folder, make_weights, weights_of
 from nanoinfer import LLM
 from nanoinfer.checkpoints import huggingface
+from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.cli.train import _Writer
-from nanoinfer.speculative import draft_head
 from nanoinfer.training import loop
 from nanoinfer.training.loop import TrainProgress, train
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.training.train_draft_head import RecurrentHead
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
-KINDS = ("model", "distill", "draft_head")
+KINDS = ("model", "distill")
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def config(tmp_path: Path) -> TrainConfig:
     (tmp_path / "text.txt").write_text(TEXT)
     return TrainConfig(
         data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), n_layer=1, n_head=2, n_embd=16, block_size=16,
-        head_hidden=8, batch_size=4, max_steps=6, warmup_steps=2, learning_rate=3e-3, eval_interval=2,
+        batch_size=4, max_steps=6, warmup_steps=2, learning_rate=3e-3, eval_interval=2,
         distill_tokens=99,
     )  # fmt: skip
 
@@ -46,12 +45,10 @@ def of_kind(config: TrainConfig, kind: str) -> TrainConfig:
     target = Path(config.out).parent / "target"
     if not target.exists():
         make_folder(target)
-    return replace(config, **{kind: str(target)})  # type: ignore[arg-type]
+    return replace(config, distill=str(target))
 
 
 def prepare(config: TrainConfig, *, resume: bool = False) -> TrainRun:
-    if config.draft_head is not None:
-        return loop.prepare(config, resume=resume, complete=_Writer(config))
     return loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill else None)
 
 
@@ -98,7 +95,6 @@ FOREIGN = {
     "gguf": (one_file("model.Q4_K.gguf"), "model.Q4_K.gguf"),
     "weights": (one_file("model.safetensors"), "model.safetensors"),
     "bin": (one_file("pytorch_model.bin"), "pytorch_model.bin"),
-    "head": (one_file("draft_head.safetensors"), "draft_head.safetensors"),
     "tokenizer": (one_file("tokenizer.json"), "tokenizer.json"),
 }
 
@@ -159,23 +155,17 @@ def test_data_that_changed_is_refused(done: TrainConfig) -> None:
 
 def test_a_model_file_that_is_gone_or_another_is_refused(done: TrainConfig) -> None:
     out = Path(done.out)
-    files = ["draft_head.safetensors", "draft_head.json"]
-    if done.draft_head is None:
-        files = ["model.safetensors", "config.json", "tokenizer.json"]
-    for name in files:
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
         content = (out / name).read_bytes()
         (out / name).unlink()
         refuses_unchanged(done, name)
         (out / name).write_bytes(b"{" + content[1:20])
         refuses_unchanged(done, str(out))
         (out / name).write_bytes(content)
-    model = prepare(done, resume=True).read()
+    model = load_gpt(huggingface.open_folder(out))
     with torch.no_grad():
         next(model.parameters()).add_(0.5)
-    if isinstance(model, RecurrentHead):
-        draft_head.save(model.to_head(), out)
-    else:
-        huggingface.save(weights_of(model), out)  # type: ignore[arg-type]
+    huggingface.save(weights_of(model), out)
     refuses_unchanged(done, "differ from the run's")
 
 
@@ -187,13 +177,10 @@ def test_another_tokenizer_is_refused(config: TrainConfig) -> None:
 
 
 def test_another_target_is_refused(config: TrainConfig) -> None:
-    for kind in ("distill", "draft_head"):
-        some = replace(of_kind(config, kind), out=config.out + kind)
-        go(some)
-        target = Path(some.distill or some.draft_head or "")
-        huggingface.save(make_weights(seed=5), target)
-        refuses_unchanged(some, "was made with another target")
-        huggingface.save(make_weights(), target)
+    config = of_kind(config, "distill")
+    go(config)
+    huggingface.save(make_weights(seed=5), Path(config.distill or ""))
+    refuses_unchanged(config, "was made with another target")
 
 
 def edited(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:

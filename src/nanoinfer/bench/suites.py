@@ -96,7 +96,7 @@ def _drafts(model: str, config: ModelConfig) -> list[str]:
     """Return the drafts to measure with a model: one about a tenth of its size, a smaller one, prompt lookup."""
     source = model.split(":")[1] if model.startswith("wide:") else model
     if source == "shakespeare":
-        small = ["shakespeare-draft", "shakespeare-head", "prompt-lookup"]
+        small = ["shakespeare-draft", "prompt-lookup"]
         return ["wide:shakespeare-draft:gpt2", *small] if config.n_embd >= 1024 else small
     if source.removeprefix("openai-community/") in ("gpt2-medium", "gpt2-large", "gpt2-xl"):
         return ["gpt2", "distilbert/distilgpt2", "prompt-lookup"]

@@ -33,7 +33,7 @@ COMMANDS = {
     "bench": ("measure:bench", "Measure engines and peers, next to the limits of the hardware."),
     "profile": ("measure:profile", "Print the time of each part of the model and of each operator."),
     "roofline": ("measure:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
-    "train": ("train:train", "Train a model, a draft model or a draft head."),
+    "train": ("train:train", "Train a model or a draft model."),
 }
 COMPLETE = "_NANOINFER_COMPLETE"  # variable in which a shell asks for completions
 

@@ -73,7 +73,7 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "roofline": {"Speculative decoding": "draft acceptance"},
     "train": {
-        "Initial model and target": "init distill distill_tokens draft_head head_hidden tokenizer vocab_size",
+        "Initial model and target": "init distill distill_tokens tokenizer vocab_size",
         "Shape of a new model": "n_layer n_head n_embd block_size bias dropout",
         "Optimization": "batch_size max_steps learning_rate min_learning_rate warmup_steps weight_decay beta1 beta2"
         " grad_clip seed device autocast",

@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 @option("resume", "Continue from the last state saved in --out.")
 @flags(TrainConfig, "config")
 def train(resume: bool, config: TrainConfig) -> None:
-    """Train a model, a draft model or a draft head.
+    """Train a model or a draft model.
 
     Examples:
         nanoinfer train --data play.txt --out out/char
         nanoinfer train --data play.txt --out out/char --resume    # after Ctrl-C
         nanoinfer train --data notes.txt --out out/notes --init gpt2
         nanoinfer train --data notes.txt --out out/draft --distill out/notes
-        nanoinfer train --data notes.txt --out out/head --draft-head out/notes
     """
     if importlib.util.find_spec("torch") is None:
         raise NanoinferError(f"training cannot run: {missing_extra('torch', 'torch')}")
 
     from nanoinfer.training import loop
 
-    target = config.distill or config.draft_head
+    target = config.distill
     run = loop.prepare(config, resume=resume, complete=_Writer(config) if target is not None else None)
     num_parameters = sum(p.numel() for p in run.model.parameters())
     print(
@@ -53,17 +52,16 @@ def train(resume: bool, config: TrainConfig) -> None:
     if not math.isfinite(best):
         raise ResultError(f"training diverged: the best validation loss is {best}: use a smaller --learning-rate")
     bits = best / run.val_chars_per_token / math.log(2)
-    made = "model" if config.draft_head is None else "draft head"
     what = "validation loss" if target is None else f"KL divergence from {target} on validation text"
-    print(f"best {what} {best:.4f} nats per token ({bits:.4f} bits per character), {made} in {config.out}")
+    print(f"best {what} {best:.4f} nats per token ({bits:.4f} bits per character), model in {config.out}")
 
 
 class _Writer:
-    """The target of --distill or --draft-head, generating; loaded at the first call."""
+    """The target of --distill, generating; loaded at the first call."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._target = config.distill or config.draft_head
+        self._target = config.distill
         self._llm: LLM | None = None
 
     def __call__(self, texts: list[list[int]], temperatures: list[float], num_tokens: int) -> list[list[int]]:

@@ -135,7 +135,7 @@ class StepRunner:
         if step.speculator is not None:
             for row, token_ids in zip(rows, tokens, strict=True):
                 self._keep_accepted(row, token_ids)
-            step.speculator.learn(step.work, step.proposed, tokens, now - start, self._engine.hidden)
+            step.speculator.learn(step.work, step.proposed, tokens, now - start)
         return tokens
 
     def _read_scores(self, step: Step, logits: Array) -> None:

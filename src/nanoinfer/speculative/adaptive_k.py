@@ -102,11 +102,6 @@ class AdaptiveK:
         self._num_to_wait -= 1
         return self._num_to_wait >= 0
 
-    @property
-    def next_is_plain(self) -> bool:
-        """Whether the next step must be plain."""
-        return self._num_to_wait > 0
-
     def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
         """Return the number of tokens to propose for each sequence of a step in which all sequences decode."""
         num_seqs, plain_sec = len(budgets), self._costs(len(budgets), len(budgets))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,20 +69,6 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Free the state of all sequences. Works after an exception interrupted any other method."""
-
-
-@runtime_checkable
-class UsesHidden(Protocol):
-    """Protocol of drafters that use the target's hidden states."""
-
-    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Array) -> None:
-        """Receive the hidden states of a step of the target, whether or not the step verified proposals.
-
-        Args:
-            rows: the sequences that sampled a token, including those without proposals.
-            hidden: (len(rows), n_embd) float32: the final hidden state from which each sequence's newest token was
-                sampled. The drafter may keep the array.
-        """
 
 
 class LookaheadRow:

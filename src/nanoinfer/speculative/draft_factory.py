@@ -7,10 +7,7 @@ acceptance rate: to int4 if they are read from memory for every token, to int8 i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nanoinfer.checkpoints.load import LoadedModel, load_model
@@ -24,7 +21,6 @@ from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.sampling.native import choose_sampler
-from nanoinfer.speculative import draft_head
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
@@ -32,8 +28,6 @@ from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
 from nanoinfer.tokenizers.tokenizer import fingerprint
-from nanoinfer.utils import environment
-from nanoinfer.utils.arrays import Array
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.weights import Weights
@@ -77,7 +71,7 @@ class DraftFactory:
             NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
         name, target = self._resolve(draft), self._target
-        if name == PROMPT_LOOKUP or draft_head.find(name) is not None:
+        if name == PROMPT_LOOKUP:
             return self._config
         self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
@@ -101,39 +95,14 @@ class DraftFactory:
         name, rule, k = self._resolve(config.draft), config.speculate_rule, config.fixed_k
         if (name, rule, k) not in self._speculators:
             if name not in self._drafters:
-                self._drafters[name] = self._make(name, self._engine.limits)
+                self._drafters[name] = (
+                    PromptLookup() if name == PROMPT_LOOKUP else self._build(name, self._engine.limits)
+                )
             if k is None and self._costs is None:
                 self._costs = StepCosts(measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K))
             costs = self._costs if k is None else None
             self._speculators[name, rule, k] = Speculator(self._drafters[name], rule=rule, speculate_k=k, costs=costs)
         return self._speculators[name, rule, k]
-
-    def _make(self, name: str, limits: EngineLimits) -> Drafter:
-        if name == PROMPT_LOOKUP:
-            return PromptLookup()
-        folder = draft_head.find(name)
-        return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
-
-    def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
-        from nanoinfer.speculative import numpy_ops
-
-        target, head = self._target, draft_head.load(folder)
-        ours = None if target.tokenizer is None else fingerprint(target.tokenizer)
-        draft_head.check(head.config, target.source, target.config, ours)
-        weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
-        embeddings = draft_head.target_embeddings(head.config, weights, target.source)
-        ops: ModuleType = numpy_ops
-        if target.device != "cpu":
-            from nanoinfer.speculative import torch_ops as ops
-
-            place: Callable[[Array], Array] = ops.placement(target.device, target.dtype)
-            head, embeddings = head.map(place), embeddings.map(place)
-        elif registry.ENGINES["native"].unavailable() is None:
-            place = ops.native_placement(self._config.threads or environment.num_cpus(), environment.isa())
-            head, embeddings = head.map(place), embeddings.map(place)
-        log.info("draft: head %s", name)
-        sampler, room = choose_sampler(target.device), limits.max_num_seqs
-        return draft_head.HeadDrafter(name, head, embeddings, sampler, target.vocab_size, ops=ops, max_num_seqs=room)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target

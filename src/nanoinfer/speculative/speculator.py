@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
-from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
-from nanoinfer.utils.arrays import Array
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 
 if TYPE_CHECKING:
     from nanoinfer.scheduling import sequence as scheduling
@@ -150,7 +149,6 @@ class Speculator:
         done: StepProposals,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
-        hidden: Callable[[], Array],
     ) -> None:
         """Update the statistics with the result of a step.
 
@@ -159,7 +157,6 @@ class Speculator:
             done: the proposals of the step, with its rows.
             tokens: the tokens kept for each sequence that sampled.
             step_sec: time of engine and sampler.
-            hidden: `Engine.hidden`; called if the drafter uses hidden states.
         """
         rounds = []
         for row, kept in zip(done.rows, tokens, strict=True):
@@ -177,11 +174,6 @@ class Speculator:
             stats.step_sec += step_sec
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
-        if isinstance(self.drafter, UsesHidden) and tokens:
-            if self._adaptive is not None and self._adaptive.next_is_plain:
-                return  # the next step replaces these hidden states before they are used
-            newest = [row.first + len(kept) - 1 for row, kept in zip(done.rows, tokens, strict=True)]
-            self.drafter.update_hidden([row.sequence for row in done.rows], hidden()[newest])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
         """Return the statistics of a request."""

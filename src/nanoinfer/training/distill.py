@@ -37,8 +37,8 @@ MIX = ((1.0, 0.0), (0.0, 1.0), (0.8, 0.0), (0.0, 0.8))  # temperatures of a sequ
 TARGET_BATCH = 4  # windows per forward pass of the target
 
 
-def load_target(name: str, block_size: int, option: str = "distill") -> LoadedModel:
-    """Return the target in float32; `option` is the name of the option, for error messages.
+def load_target(name: str, block_size: int) -> LoadedModel:
+    """Return the target in float32.
 
     Raises:
         NanoinferError: the model does not exist, has no tokenizer or a soft cap of its logits, or its context is
@@ -46,20 +46,16 @@ def load_target(name: str, block_size: int, option: str = "distill") -> LoadedMo
     """
     target = load_model(name)
     if target.tokenizer is None:
-        raise NanoinferError(f"{option}={name!r}: {target.no_tokenizer_reason}")
+        raise NanoinferError(f"distill={name!r}: {target.no_tokenizer_reason}")
     if block_size > target.config.block_size:
-        raise NanoinferError(
-            f"block_size={block_size} is more than the {target.config.block_size} of {option}={name!r}"
-        )
+        raise NanoinferError(f"block_size={block_size} is more than the {target.config.block_size} of distill={name!r}")
     if target.config.logits_softcap is not None:
         raise NanoinferError(
-            f"{option}={name!r}: a target with logits_softcap={target.config.logits_softcap} is not supported, because"
+            f"distill={name!r}: a target with logits_softcap={target.config.logits_softcap} is not supported, because"
             " logits are computed from stored hidden states: use another target"
         )
     if target.config.head_bias:
-        raise NanoinferError(
-            f"{option}={name!r}: a target with biases of the output head is not supported: use another"
-        )
+        raise NanoinferError(f"distill={name!r}: a target with biases of the output head is not supported: use another")
     return target
 
 

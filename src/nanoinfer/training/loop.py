@@ -38,7 +38,6 @@ from nanoinfer.training.run import (
     save,
 )  # fmt: skip
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.training.train_draft_head import HeadRun, new_head
 from nanoinfer.utils.files import require_writable
 
 
@@ -60,7 +59,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     Args:
         config: the run.
         resume: continue from the state in `out`.
-        complete: generates with the target of `distill` or `draft_head`: see `distill.Complete`. It must be
+        complete: generates with the target of `distill`: see `distill.Complete`. It must be
             deterministic, so that a resumed run has the same data. It is called after all checks.
 
     Raises:
@@ -75,24 +74,15 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     check_digest(saved, "data", digests["data"], "other data")
     train_texts, val_texts = data.split_texts(texts, config.val_fraction)
     torch.manual_seed(config.seed)
-    target = _load_target(config)
-    model: torch.nn.Module
-    if config.draft_head is not None:
-        assert target is not None
-        assert target.tokenizer is not None
-        model, shape, tokenizer = new_head(config, target), target.config, target.tokenizer
-        tokenizer_json = tokenizers.to_json(tokenizer)
-    else:
-        model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
-        shape = model.config
-    eos = next(iter(shape.eos_token_ids), None)
+    target = None if config.distill is None else distill.load_target(config.distill, config.block_size)
+    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
+    eos = next(iter(model.config.eos_token_ids), None)
     train, val = (
         data.Batches(data.encode_texts(tokenizer, part, eos), config.block_size, config.seed)
         for part in (train_texts, val_texts)
     )
-    kind = TrainRun if config.draft_head is None else HeadRun
     chars_per_token = sum(map(len, val_texts)) / len(val.tokens)
-    run = kind(config, device, model.to(device), tokenizer_json, train, val, chars_per_token, digests=digests)
+    run = TrainRun(config, device, model.to(device), tokenizer_json, train, val, chars_per_token, digests=digests)
     run.optimizer = make_optimizer(run)
     if target is not None:
         digests["target"] = digest_weights(target.gpt, target.gpt, torch.float32)
@@ -101,20 +91,12 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         restore(run, saved)
     require_writable(out)
     if target is not None:
-        if config.distill is not None:
-            source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
-            distill.check_vocabularies(target, tokenizer, source)
+        source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
+        distill.check_vocabularies(target, tokenizer, source)
         _use_target(run, target.gpt, tokenizer.vocab_size, complete)
     if saved is not None and saved.pending:
         finish(run)
     return run
-
-
-def _load_target(config: TrainConfig) -> LoadedModel | None:
-    """Return the model to learn from, if there is one."""
-    option = "distill" if config.distill is not None else "draft_head"
-    name: str | None = getattr(config, option)
-    return None if name is None else distill.load_target(name, config.block_size, option)
 
 
 def _use_target(run: TrainRun, target: Transformer, num_tokens: int, complete: distill.Complete | None) -> None:
@@ -123,8 +105,6 @@ def _use_target(run: TrainRun, target: Transformer, num_tokens: int, complete: d
     config, block_size = run.config, run.config.block_size
     texts = distill.generate_windows(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
-    if isinstance(run, HeadRun):
-        run.wte = target.get_parameter("transformer.wte.weight").detach()
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
     run.train, run.val = (
         distill.run_target(target, windows, num_tokens, config.seed, dtype)

@@ -41,7 +41,7 @@ from nanoinfer.utils.files import parse_json, read_text, reason, write_atomicall
 
 STATE = "training.state"
 PENDING = "training.state.pending"
-_MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl", "draft_head.json")
+_MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl")
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _FREE = ("out", "device", "data")  # settings that may change; the content of the data is compared by its digest
 
@@ -52,7 +52,7 @@ class TrainRun:
 
     config: TrainConfig
     device: torch.device
-    model: torch.nn.Module
+    model: Transformer
     tokenizer_json: str
     train: data.Batches | distill.TargetBatches
     val: data.Batches | distill.TargetBatches
@@ -87,19 +87,6 @@ class TrainRun:
         if self.config.autocast == "bfloat16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
-
-    def write(self) -> None:
-        """Write the current model to `out`."""
-        assert isinstance(self.model, Transformer)
-        huggingface.save(weights_of(self.model), Path(self.config.out), self.tokenizer_json, self.config.save_dtype)
-
-    def read(self) -> torch.nn.Module:
-        """Load the model in `out`."""
-        return load_gpt(huggingface.open_folder(Path(self.config.out)))
-
-    def files(self) -> dict[str, str]:
-        """Return the names and contents of the text files that belong to the model in `out`."""
-        return {"tokenizer.json": self.tokenizer_json}
 
 
 @dataclass(frozen=True)
@@ -231,11 +218,11 @@ def _check_saved_model(run: TrainRun, state: State) -> None:
     if state.pending:  # `finish` writes the model again
         return
     out, dtype = Path(run.config.out), getattr(torch, run.config.save_dtype)
-    for name, text in run.files().items():
-        if read_text(out / name, "a part of the trained model") != text:
-            raise NanoinferError(f"{out / name} differs from the run's: restore the file, or choose another folder")
+    path = out / "tokenizer.json"
+    if read_text(path, "a part of the trained model") != run.tokenizer_json:
+        raise NanoinferError(f"{path} differs from the run's: restore the file, or choose another folder")
     try:
-        same = digest_weights(run.read(), run.model, dtype) == run.saved_weights
+        same = digest_weights(load_gpt(huggingface.open_folder(out)), run.model, dtype) == run.saved_weights
     except KeyError:  # a model with other parameters
         same = False
     if not same:
@@ -258,7 +245,7 @@ def save(run: TrainRun, improved: bool) -> None:
 def finish(run: TrainRun) -> None:
     """Write the model of the pending state, then rename the pending state."""
     out = Path(run.config.out)
-    run.write()
+    huggingface.save(weights_of(run.model), out, run.tokenizer_json, run.config.save_dtype)
     os.replace(out / PENDING, out / STATE)
 
 

@@ -28,12 +28,8 @@ class TrainConfig:
     """Target model: train on its probabilities, on the data and on sequences that it generates."""
     distill_tokens: int = bounded(1_000_000, 1, MAX_INT)
     """Tokens that the target model generates, half of them greedily."""
-    draft_head: str | None = None
-    """Target model: train a draft head for it, on the data and on sequences that it generates."""
-    head_hidden: int = bounded(1024, 1, MAX_INT)
-    """Width of a draft head's hidden layer."""
     tokenizer: str = "char"
-    """char, bpe (a new byte-level BPE) or a model's; init, distill and draft_head use that of their model."""
+    """char, bpe (a new byte-level BPE) or a model's; init and distill use that of their model."""
     vocab_size: int = bounded(2048, 256, 1 << 20)
     """Vocabulary size of a new byte-level BPE."""
     n_layer: int = bounded(4, 1, MAX_INT)
@@ -87,8 +83,6 @@ class TrainConfig:
         if not self.data:
             raise NanoinferError("data is empty: give at least one text file")
         keep_fields(self)
-        if self.draft_head is not None and (self.distill is not None or self.init != "scratch"):
-            raise NanoinferError(f"draft_head={self.draft_head!r} trains a head from scratch: remove distill and init")
         require_float("dropout", self.dropout, 0.0, 1.0, high_open=True)
         require_float("val_fraction", self.val_fraction, 0.0, 1.0, low_open=True, high_open=True)
         require_float("min_learning_rate", self.min_learning_rate, 0.0, self.learning_rate)

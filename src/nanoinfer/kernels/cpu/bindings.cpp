@@ -9,7 +9,6 @@
 namespace nanoinfer {
 void bind_decoder(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
-void bind_matrix(nanobind::module_& m);
 void bind_peak(nanobind::module_& m);
 void bind_sampler(nanobind::module_& m);
 }
@@ -27,7 +26,6 @@ NB_MODULE(_native, m) {
         "Raises: TypeError for anything else.");
   nanoinfer::bind_decoder(m);
   nanoinfer::bind_kernels(m);
-  nanoinfer::bind_matrix(m);
   nanoinfer::bind_peak(m);
   nanoinfer::bind_sampler(m);
 }
