@@ -29,7 +29,6 @@ from typing import Any
 import httpx
 from replicas import metric, replicas_of, server
 
-HEADERS = {"X-Continue-Stream": "1"}
 SECONDS = 15
 WORDS = ["the", "king", "and", "queen", "of", "a", "far", "land", "came", "to", "speak", "with", "their", "people"]
 
@@ -59,7 +58,11 @@ class Load:
         """Requests/s of a replica."""
         seconds = self.request_ms / 1e3
         up = 1.0 if self.lasts == float("inf") else self.lasts / (self.lasts + self.loads)
-        again = self.sequences * (self.prompt + self.output / 2) * self.token / 1e3
+        again = (
+            self.sequences
+            * (self.prompt * self.token + self.output / 2 * (self.step / self.sequences + self.token))
+            / 1e3
+        )
         return up * max(0.0, 1 - again / self.lasts) / seconds
 
     @property
@@ -88,10 +91,11 @@ async def run(url: str, texts: list[str], load: Load, concurrency: int) -> float
     async def one_after_another(client: httpx.AsyncClient) -> None:
         for text in waiting:
             body: dict[str, Any] = {"prompt": text, "max_tokens": load.output, "ignore_eos": True, "stream": True}
-            async with client.stream("POST", url + "/v1/completions", json=body, headers=HEADERS) as response:
-                response.raise_for_status()
-                async for _ in response.aiter_raw():
-                    pass
+            is_whole = False
+            while not is_whole:  # the stream of a replica that was killed ends with an error: it is sent again
+                async with client.stream("POST", url + "/v1/completions", json=body) as response:
+                    response.raise_for_status()
+                    is_whole = (await response.aread()).endswith(b"[DONE]\n\n")
 
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(one_after_another(client) for _ in range(concurrency)))

@@ -119,8 +119,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The token or string that ended the output, for finish_reason stop."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token that is not one of params.output_token_ids: token id -> Logprob, the sampled token first. None if
-    not requested."""
+    """For each token: token id -> Logprob, the sampled token first. None if not requested."""
     error: str | None = None
     """The error in one line, for finish_reason error."""
     cumulative_logprob: float | None = None
@@ -159,7 +158,7 @@ class RequestMetrics:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Tokens of all outputs, including those that best_of generates and does not return, and output_token_ids."""
+    """Tokens of all outputs, including those that best_of generates and does not return."""
     ttft_sec: float
     """Time to first token from the request's arrival, including the time in the queue."""
     tpot_sec: float | None

@@ -145,7 +145,7 @@ def _check_text(name: str, text: Any) -> None:
         raise NanoinferError(f"{name} contains a lone surrogate, which UTF-8 cannot encode: remove it")
 
 
-_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "output_token_ids")
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
 @explains_arguments
@@ -218,8 +218,6 @@ class SamplingParams:
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, ... (docs/structured-outputs.md)."""
-    output_token_ids: tuple[int, ...] = ()
-    """Tokens that the output begins with, generated before by the same request: it is continued after them."""
 
     def __post_init__(self) -> None:
         self._keep_lists()
@@ -242,10 +240,6 @@ class SamplingParams:
             raise NanoinferError("truncate_prompt_tokens=0 leaves no prompt: give 1 or more, or -1")
         if self.stop and not self.detokenize:
             raise NanoinferError(f"stop={show(list(self.stop))} needs detokenize=True: a stop string ends a text")
-        if self.output_token_ids and (self.num_sequences > 1 or self.prompt_logprobs is not None):
-            raise NanoinferError("output_token_ids continues one output: leave out n, best_of and prompt_logprobs")
-        if self.output_token_ids and self.seed is None and not self.greedy:
-            raise NanoinferError("output_token_ids needs the seed of the output that it continues, or temperature=0")
         self._keep_objects()
 
     def _keep_lists(self) -> None:

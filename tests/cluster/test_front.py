@@ -20,7 +20,6 @@ from nanoinfer import NanoinferError
 from nanoinfer.cluster import metrics
 from nanoinfer.cluster.front import ATTEMPTS
 from nanoinfer.cluster.link import WINDOW_BYTES
-from nanoinfer.protocols.fields import COMPLETIONS
 from nanoinfer.server.access import combined_salt
 from nanoinfer.server.access_log import count_tokens
 from nanoinfer.server.http import respond, respond_json
@@ -231,84 +230,6 @@ def test_a_stream_whose_replica_ends_has_the_error_as_its_last_event(tmp_path: P
             assert message.startswith("the replica that ran this request has ended: send the request again")
 
     run(main())
-
-
-class Counts:
-    """Streams the numbers below `max_tokens` after those that are given; stops at one of them."""
-
-    def __init__(self, name: str, until: int) -> None:
-        self.name, self.until = name, until
-        self.bodies: list[dict[str, Any]] = []
-        self.has_stopped = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = json.loads((await receive())["body"])
-        self.bodies.append(body)
-        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        first, end = len(body["output_token_ids"]), body["max_tokens"]
-        if first == 0:  # the role of a chat's message
-            role = {"id": self.name, "choices": [{"text": "", "role": "assistant", "finish_reason": None}]}
-            event = b"data: " + json.dumps(role).encode() + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        for i in range(first, end):
-            choice = {"text": f"{i} ", "token_ids": [i], "finish_reason": "length" if i == end - 1 else None}
-            event = b"data: " + json.dumps({"id": self.name, "choices": [choice]}).encode() + b"\n\n"
-            if i == self.until:
-                await send({"type": "http.response.body", "body": event[:-9], "more_body": True})
-                break
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        if self.until < end:
-            self.has_stopped = True
-            await asyncio.sleep(3600)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-
-@pytest.mark.parametrize("until_token", [0, 1, 3])
-def test_a_stream_is_continued_on_another_replica(tmp_path: Path, until_token: int) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, first := Counts("first", until_token))
-            asking = asyncio.create_task(
-                post(setup.app, {"prompt": "a", "stream": True, "max_tokens": 5}, headers={"x-continue-stream": "1"})
-            )
-            await until(lambda: first.has_stopped)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            await setup.add(0, 1, second := Counts("second", 99))
-            lose(setup, 0)
-            found = await asking
-            *events, done, rest = found.content.split(b"\n\n")
-            made = [json.loads(event.removeprefix(b"data: ")) for event in events]
-            assert "".join(m["choices"][0]["text"] for m in made) == "0 1 2 3 4 "
-            assert (found.status, done, rest) == (200, b"data: [DONE]", b"")
-            assert len({m["id"] for m in made}) == 1
-            assert ["role" in m["choices"][0] for m in made] == [True] + 5 * [False]
-            assert second.bodies[0]["output_token_ids"] == list(range(until_token))
-            assert second.bodies[0]["seed"] == first.bodies[0]["seed"]
-            assert second.bodies[0]["return_token_ids"] is True
-
-    run(main())
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (COMPLETIONS, {"prompt": "a"}, "stream"),
-        (COMPLETIONS, {"prompt": "a", "stream": True, "n": 2}, "n"),
-        (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "stream": True, "echo": True}, "echo"),
-        (COMPLETIONS, {"prompt": "a", "stream": True, "output_token_ids": 7}, "output_token_ids"),
-        ("/v1/responses", {"input": "a", "stream": True}, "stream"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(tmp_path: Path, path: str, body: dict[str, Any], param: str) -> None:
-    async def main() -> Response:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, says(""))
-            return await post(setup.app, body, path, headers={"x-continue-stream": "1"})
-
-    found = run(main())
-    assert (found.status, found.error["param"]) == (400, param)
 
 
 def test_a_failure_in_the_replica_is_its_response(tmp_path: Path) -> None:

@@ -130,26 +130,6 @@ def test_a_stream_whose_replica_is_killed_says_so(server: ServerProcess) -> None
 
 
 @pytest.mark.slow
-def test_a_stream_is_continued_when_its_replica_is_killed(server: ServerProcess) -> None:
-    until(lambda: metric(server, "nanoinfer:replicas{") == 2)
-    fields = {"max_tokens": 500, "ignore_eos": True, "temperature": 1.0}
-    expected = complete(server, "c", **fields)["choices"][0]["text"]
-    body = {"prompt": "c", "seed": 3, "stream": True, **fields}
-    text, killed = "", False
-    with httpx.stream(
-        "POST", server.url + COMPLETIONS, json=body, timeout=TIMEOUT, headers={"X-Continue-Stream": "1"}
-    ) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                if not killed:
-                    killed = True
-                    for pid in replicas(server):
-                        os.kill(pid, signal.SIGKILL)
-    assert text == expected
-
-
-@pytest.mark.slow
 def test_the_second_replica_shares_the_weights(folder: Path) -> None:
     shape = replace(TINY, block_size=64, n_embd=512, n_layer=8)
     big = make_folder(folder.parent / "big", shape)

@@ -101,22 +101,6 @@ def test_drawn_texts_equal_those_of_steps_that_are_read_at_once() -> None:
     assert any(0 < len(texts[0]) < q.max_tokens for texts, q in zip(at_once, params, strict=True))
 
 
-def test_cut_outputs_are_continued() -> None:
-    gpt, params = make_model(), replace(WARM, seed=7)
-    ((whole,),) = generate(make_core(gpt), [prompt(9)], [params])
-    core = make_core(gpt, chunk=7)
-    cuts = [whole[:count] for count in range(1, len(whole) + 1)]
-    requests = [core.make(None, prompt(9), replace(params, output_token_ids=cut), 7) for cut in cuts]
-    for request in requests:
-        request.sequences[0].begin()
-    core.submit(requests)
-    while core.unfinished:
-        core.step()
-        core.scheduler.check_integrity()
-    assert [core.output(r).outputs[0].token_ids for r in requests] == [whole] * len(whole)
-    assert core._overlap._sampler.num_assigned == len(whole) - 1  # type: ignore[union-attr]  # once each, but for the last
-
-
 def test_samples_run_ahead_once_they_have_forked() -> None:
     gpt = make_model()
     params = [replace(WARM, n=3), WARM]

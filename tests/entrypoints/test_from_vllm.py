@@ -510,14 +510,6 @@ def test_beam_search(llm: LLM) -> None:
         assert s.text == llm.decode(s.token_ids)
 
 
-@row("an output that was cut")
-def test_output_token_ids(llm: LLM) -> None:
-    """Each way to decode: tests/entrypoints/test_continued_outputs.py."""
-    params = SamplingParams(max_tokens=8, seed=1)
-    whole = one(llm, params=params)
-    assert one(llm, params=replace(params, output_token_ids=whole.token_ids[:5])) == whole
-
-
 @row("scoring")
 def test_scoring(llm: LLM) -> None:
     """Values are held to the reference in tests/entrypoints/test_scoring.py."""

@@ -760,7 +760,7 @@ def test_tokenizer_info(client: Client, chat: Client) -> None:
 
 def test_info(client: Client, chat: Client) -> None:
     found = client.get("/info")
-    lists = ("stop", "stop_token_ids", "bad_words", "output_token_ids")
+    lists = ("stop", "stop_token_ids", "bad_words")
     expected = {**asdict(SamplingParams(max_tokens=16)), **{name: [] for name in lists}}
     del expected["output_kind"]
     assert found["sampling_params"]["completions"] == expected

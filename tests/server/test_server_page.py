@@ -522,7 +522,7 @@ def server(llm: LLM) -> Iterator[str]:
 @pytest.mark.parametrize("mode", ["completion", "chat"])
 def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mode: str) -> None:
     open_page(page, server)
-    hidden = {"prompt_logprobs", "detokenize", "spaces_between_special_tokens", "output_kind", "output_token_ids"}
+    hidden = {"prompt_logprobs", "detokenize", "spaces_between_special_tokens", "output_kind"}
     names = {f"c-{f.name}" for f in fields(SamplingParams) if f.name not in hidden}
     assert set(page.evaluate("[...document.querySelectorAll('#controls [id^=c-]')].map(e => e.id)")) == names
     page.fill("#c-max_tokens", "40")

@@ -88,10 +88,7 @@ _HELP = {
     "chat_template": "Jinja template to use instead of the model's own.",
 }
 _Command = Callable[..., Any]
-NO_FLAGS = (
-    "logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind",
-    "output_token_ids",
-)  # fmt: skip
+NO_FLAGS = ("logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind")
 """Fields of SamplingParams that are no flags: they are written otherwise, or have no effect on what is printed."""
 
 

@@ -157,19 +157,13 @@ class Core:
         self._locked(lambda: self._submit(requests))
 
     def _submit(self, requests: Seq[Request]) -> None:
-        unfinished = [r for r in requests if not r.finished]  # the tokens that a request gives may end its output
-        self.scheduler.add(*unfinished)
+        self.scheduler.add(*requests)
         for request in requests:
             self.outputs.add(request)
-            request.finished_sec = self.clock() if request.finished else 0.0
-        for request in unfinished:
             if self.speculator is not None and request.samples:
                 self._speculators[request] = self.speculator
-                for s in request.sequences:
-                    s.draft_accepted = [False] * s.num_given_tokens
             if self._overlap is not None:
                 self._overlap.add(request)
-        self.outputs.end(requests)
 
     def cancel(self, requests: Seq[Request]) -> None:
         """End requests before the next step. Takes no lock: a finalizer may call it."""

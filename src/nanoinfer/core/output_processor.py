@@ -19,20 +19,15 @@ if TYPE_CHECKING:
 
 
 def logprobs_of(s: Sequence) -> list[dict[int, Logprob]] | None:
-    """Return the log-probabilities of each token generated here; None if they were not requested."""
-    return None if s.params.logprobs is None else s.logprobs[: _num_sampled(s)]  # without tokens sampled past the end
+    """Return the log-probabilities of each token, without those sampled past the end; None if not requested."""
+    return None if s.params.logprobs is None else s.logprobs[: s.num_output_tokens]
 
 
 def _cumulative(s: Sequence) -> float | None:
     """Return the sum of the log-probabilities of these tokens; None if they were not computed."""
     if s.cumulative_logprob is not None or s.params.num_logprobs is None:
         return s.cumulative_logprob
-    return sum(s.sampled_logprobs[: _num_sampled(s)], 0.0)
-
-
-def _num_sampled(s: Sequence) -> int:
-    """Return the number of output tokens without those that the request gives."""
-    return s.num_output_tokens - s.num_given_tokens
+    return sum(s.sampled_logprobs[: s.num_output_tokens], 0.0)
 
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
@@ -166,7 +161,7 @@ def _returned(request: Request) -> list[Sequence]:
 def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: float) -> RequestMetrics:
     now = request.finished_sec or now
     first = request.first_token_sec or now
-    longest = max(lengths) - len(request.params.output_token_ids)
+    longest = max(lengths)
     return RequestMetrics(
         num_prompt_tokens=len(request.prompt_token_ids),
         num_output_tokens=sum(lengths),

@@ -58,12 +58,6 @@ class _Received:
     changed: bool = False
     """Whether a delta was received since the iterator took the output."""
 
-    @classmethod
-    def of(cls, s: Sequence) -> _Received:
-        """Return what it is before the first delta: the tokens that the request gives, as taken."""
-        text, count = s.text.text[: s.num_given_chars], s.num_given_tokens
-        return cls(text, count, None, len(text), count)
-
 
 class AsyncRequest:
     """The state of one request, which event loop and engine thread share.
@@ -101,7 +95,7 @@ class AsyncRequest:
             return
         assert self.request is not None
         if not self._received:
-            self._received = [_Received.of(s) for s in self.request.sequences]
+            self._received = [_Received() for _ in self.request.sequences]
         received = self._received[item.index]
         received.text += item.text
         received.num_tokens += item.num_tokens
@@ -142,11 +136,11 @@ class AsyncRequest:
     def _rest(self, end: RequestOutput) -> list[CompletionOutput]:
         """Return what the iterator has not returned yet of the whole output."""
         assert self.request is not None
-        received = self._received or [_Received.of(self.request.sequences[o.index]) for o in end.outputs]
-        given, rest = len(self.request.params.output_token_ids), []
+        received = self._received or [_Received() for _ in end.outputs]
+        rest = []
         for o, r in zip(end.outputs, received, strict=True):
             if r.changed or r.finish_reason is None:
-                logprobs = None if o.logprobs is None else o.logprobs[r.tokens_taken - given :]
+                logprobs = None if o.logprobs is None else o.logprobs[r.tokens_taken :]
                 text, token_ids = o.text[r.text_taken :], o.token_ids[r.tokens_taken :]
                 accepted = None if o.draft_accepted is None else o.draft_accepted[r.tokens_taken :]
                 new = replace(o, text=text, token_ids=token_ids, logprobs=logprobs, draft_accepted=accepted)
@@ -159,10 +153,10 @@ def _completion(s: Sequence, received: _Received, output_kind: str) -> Completio
     at, text = 0, received.text
     if output_kind == DELTA:
         at, text = received.tokens_taken, text[received.text_taken :]
-    end, first, given = received.num_tokens, len(s.prompt_token_ids), s.num_given_tokens
+    end, first = received.num_tokens, len(s.prompt_token_ids)
     values, total = request_outputs.logprobs_of(s), None
     if values is not None:
-        token_ids, values = s.token_ids[first + given : first + end], values[: end - given]
+        token_ids, values = s.token_ids[first : first + end], values[:end]
         total = sum(found[token].logprob for token, found in zip(token_ids, values, strict=True))
     return CompletionOutput(
         s.sample_index,
@@ -170,7 +164,7 @@ def _completion(s: Sequence, received: _Received, output_kind: str) -> Completio
         s.token_ids[first + at : first + end],
         received.finish_reason,
         s.stop_reason if received.finish_reason is not None else None,
-        None if values is None else values[max(0, at - given) :],
+        None if values is None else values[at:],
         cumulative_logprob=total,
         draft_accepted=request_outputs.accepted(s, at, end),
     )

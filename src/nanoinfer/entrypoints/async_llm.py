@@ -135,8 +135,8 @@ class AsyncLLM(AsyncPoolingMethods):
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
                 before, and only those of the n outputs that have some. final_only: one output at the end. None: that of
                 the sampling_params.
-            check: is called with the number of tokens of the prompt and of output_token_ids, in a worker thread, before
-                the request is queued; an exception of it is one of the iterator.
+            check: is called with the number of tokens of the prompt, in a worker thread, before the request
+                is queued; an exception of it is one of the iterator.
 
         Returns:
             an iterator over RequestOutputs. The last one is `finished` and has the metrics of the whole request.
@@ -186,7 +186,7 @@ class AsyncLLM(AsyncPoolingMethods):
             reader.answers = made.answers
             return made
 
-        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt, reader=reader)
+        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt)
         return self._stream(making, request_id, output_kind, sampling_params, reader)
 
     def _make(
@@ -197,9 +197,8 @@ class AsyncLLM(AsyncPoolingMethods):
         check: Callable[[int], None] | None,
         *,
         salt: str | None = None,
-        reader: AnswerReader | None = None,
     ) -> Generator[Workers, None, Request]:
-        """Make a request; yield the workers that run the next part. `salt`, `reader`: of a chat."""
+        """Make a request; yield the workers that run the next part. `salt`: of a chat."""
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         params = factory.defaults if params is None else params
@@ -209,22 +208,20 @@ class AsyncLLM(AsyncPoolingMethods):
             given = {"prompt": chat.text, "cache_salt": salt}
         salts: list[str | None] = []
         (found,) = as_list([given], salts)
-        text, num_given = found if isinstance(found, str) else None, len(getattr(params, "output_token_ids", ()))
+        text = found if isinstance(found, str) else None
         if text is not None:
             factory.check_fits(text, params)
-        if max(len(text or ""), 4 * num_given) > LONG_TEXT:
+        if len(text or "") > LONG_TEXT:
             yield threads.tokenizing
         found = factory.fit(found, params, rendered=chat is not None)
         if check is not None:
-            check(len(found) + num_given)
+            check(len(found))
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
             if chat is not None:
                 params = chat.compiled(factory).params
         request = factory.make(found, params, salt=salts[0], priority=priority)
         request.prompt = text
-        if reader is not None:
-            reader.begin(request)
         return request
 
     def _stream(

@@ -219,16 +219,6 @@ class AnswerReader:
         self.answers, self._deltas = answers, deltas
         self._states: dict[int, _State] = {}
 
-    def begin(self, request: Request) -> None:
-        """Read what a request gives of its output: deltas have what comes after. It may take long."""
-        assert self.answers is not None
-        s = request.sequences[0]
-        if not s.num_given_tokens or self.answers.plain or not self._deltas:
-            return
-        state = self._states[s.sample_index] = _State(self.answers.parser(), ended=s.finish_reason is not None)
-        state.parser.feed(s.text.text[: s.num_given_chars])
-        state.token_ids += s.output_token_ids
-
     def is_quick(self, output: RequestOutput) -> bool:
         """Return whether `read` takes a few milliseconds at most: event loops run what takes longer in a thread."""
         assert self.answers is not None
@@ -266,8 +256,7 @@ class AnswerReader:
         if self._deltas:
             state.token_ids += o.token_ids
         if o.finish_reason is not None:
-            rest = state.parser.finish(is_cut=o.finish_reason != "stop" or isinstance(o.stop_reason, str))
-            made += [] if state.ended else rest
+            made += state.parser.finish(is_cut=o.finish_reason != "stop" or isinstance(o.stop_reason, str))
             message = state.parser.message()
             token_ids = state.token_ids if self._deltas else o.token_ids
             num_reasoning = self.answers.num_reasoning_tokens(message, token_ids)
@@ -286,8 +275,6 @@ class _State:
     num_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Of deltas."""
-    ended: bool = False
-    """Whether the tokens that the request gives end the output: no delta has anything of it."""
 
 
 def _without_field(error: NanoinferError) -> str:
@@ -457,10 +444,10 @@ class Conversation:
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
         other = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
-        if params.num_sequences != 1 or other or not params.detokenize or params.output_token_ids:
+        if params.num_sequences != 1 or other or not params.detokenize:
             raise NanoinferError(
                 "a conversation has one answer, in text, to all its messages, and no prompt_logprobs: use chat for n,"
-                " best_of, prompt_logprobs, truncate_prompt_tokens, output_token_ids and detokenize=False"
+                " best_of, prompt_logprobs, truncate_prompt_tokens and detokenize=False"
             )
         first, text, token_ids = self._fit(messages, params, options)
         prompt = chat_prompt(self._formatter, text, options, params)

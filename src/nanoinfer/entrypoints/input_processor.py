@@ -120,11 +120,6 @@ class RequestFactory:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)
                 if isinstance(params.structured_outputs, RepeatableCalls):
                     s.text.ends = params.structured_outputs.ends()
-        if params.output_token_ids:
-            (s,) = request.sequences
-            s.begin()
-            if isinstance(s.grammar, OutputGrammar):
-                s.grammar.rest()
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",
@@ -227,7 +222,7 @@ class RequestFactory:
     def _check_params(self, params: SamplingParams) -> None:
         """Check the parameters that depend on the model: token ids, min_tokens and stop strings."""
         vocab_size = self._model.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "output_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
                     raise NanoinferError(f"{name}: token id {show(token_id)} is not less than vocab_size={vocab_size}")

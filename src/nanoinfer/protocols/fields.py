@@ -24,7 +24,7 @@ MAX_INPUTS = 2048
 """Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank or /v1/score."""
 MAX_TOOLS = 128
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")  # a request has stream
-_CHOSEN_ELSEWHERE = ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "output_token_ids")
+_CHOSEN_ELSEWHERE = ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
 SAMPLING_OF = {
     **dict.fromkeys((COMPLETIONS, CHAT), SAMPLING),
     RESPONSES: tuple(name for name in SAMPLING if name not in _CHOSEN_ELSEWHERE),

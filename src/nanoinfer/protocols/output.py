@@ -175,7 +175,6 @@ class PromptPart:
     def __init__(self, request: GenerationRequest, output: RequestOutput, decode: Decode) -> None:
         self._output, self._decode = output, decode
         self._shortened = request.params.truncate_prompt_tokens is not None
-        self._given = request.params.output_token_ids
         keep = request.params.n > 1
         self.token_ids = Items(lambda: output.prompt_token_ids, keep=keep)
         self.echo = request.echo
@@ -202,15 +201,8 @@ class PromptPart:
         return found
 
     def num_chars(self) -> int:
-        """Return the characters of its tokens, one by one, and of output_token_ids, which no logprobs have either."""
-        own = sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
-        return own + num_chars(self._given, self._decode)
-
-
-def num_chars(token_ids: Sequence[int], decode: Decode) -> int:
-    """Return the characters of tokens, one by one."""
-    sizes = {token: len(decode([token])) for token in set(token_ids)}
-    return sum(sizes[token] for token in token_ids)
+        """Return the characters of its tokens, one by one, if they are returned."""
+        return sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
 
 
 def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart) -> dict[str, Any]:
@@ -315,10 +307,9 @@ class ChunkWriter(StreamWriter):
         self._head = f'data: {begin[:-1]},"choices":['
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
-        given = request.params.output_token_ids  # what comes before the tokens after these was sent before
-        self._begins = not given and (request.chat or request.echo or request.return_token_ids)
+        self._begins = request.chat or request.echo or request.return_token_ids
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
-        self._num_output, self._num_cached = len(given), 0
+        self._num_output = self._num_cached = 0
         self._num_reasoning: int | None = None
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
@@ -410,8 +401,7 @@ class ChunkWriter(StreamWriter):
         request, top = self._request, num_top(self._request.params.logprobs, steps)
         if request.chat:
             return chat_logprobs(steps, top)
-        if (offset := self._offsets.get(index)) is None:  # it follows those of the tokens before
-            offset = num_chars(request.params.output_token_ids, self._decode)
+        offset = self._offsets.get(index, 0)
         logprobs = completion_logprobs(steps, top, lambda: offset)
         self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
         return logprobs

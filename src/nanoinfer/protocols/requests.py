@@ -97,18 +97,12 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     options["prompt_logprobs"] = params.prompt_logprobs is not None
     if options["stream"]:
         _check_stream(params, options)
-    if options["echo"] and params.output_token_ids:
-        raise FieldError("echo returns the prompt before the output, which output_token_ids continues: leave it out",
-                         "echo")  # fmt: skip
     if options["echo"] and params.logprobs is not None:
         counts = (params.logprobs, params.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=WHOLE_VOCABULARY if WHOLE_VOCABULARY in counts else max(counts))
     if url == CHAT:
         return GenerationRequest(params, messages=given["messages"], **options)
-    found = prompts("prompt", given["prompt"], MAX_PROMPTS)
-    if params.output_token_ids and len(found) > 1:
-        raise FieldError(f"output_token_ids continues one output, prompt has {len(found)} items: give one", "prompt")
-    return GenerationRequest(params, found, **options)
+    return GenerationRequest(params, prompts("prompt", given["prompt"], MAX_PROMPTS), **options)
 
 
 def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None) -> int:
@@ -133,7 +127,7 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     """
     for name, kinds, what in (("stop", (str, list), "a string or a list"), ("stop_token_ids", list, "a list"),
                               ("bad_words", list, "a list"), ("allowed_token_ids", list, "a list"),
-                              ("output_token_ids", list, "a list"), ("logit_bias", dict, "an object")):  # fmt: skip
+                              ("logit_bias", dict, "an object")):  # fmt: skip
         if given.get(name) is not None and not isinstance(given[name], kinds):
             raise NanoinferError(f"{name}={show(given[name])} is not {what}")
     if (bias := given.get("logit_bias")) is not None:

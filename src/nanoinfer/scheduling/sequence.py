@@ -195,8 +195,6 @@ class Sequence:
     """stop, length, abort or error; None: not finished."""
     stop_reason: int | str | None = None
     """The token or string that ended it, for finish_reason stop."""
-    num_given_chars: int = 0
-    """Characters of the text that the given tokens release (`begin`)."""
     error: str | None = None
     """The error in one line, for finish_reason error."""
 
@@ -232,11 +230,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def num_given_tokens(self) -> int:
-        """Number of tokens at the beginning of the output that the request gives: params.output_token_ids."""
-        return len(self.params.output_token_ids)
 
     @property
     def output_token_ids(self) -> Seq[int]:
@@ -277,30 +270,8 @@ class Sequence:
 
     def note_token(self, now: float) -> None:
         """Note the time of the request's first token, if this is it."""
-        if self.num_output_tokens == self.num_given_tokens and self.sample_index == 0:
+        if not self.num_output_tokens and self.sample_index == 0:
             self.request.first_token_sec = now
-
-    def begin(self) -> None:
-        """Append the tokens that the request gives, as if they had been generated here.
-
-        The sequence then waits in the state of a preempted one, or is finished. Deltas have what comes after: the text
-        that these tokens have released (`OutputText.take`) is in none of them.
-
-        Raises:
-            NanoinferError: the grammar or the tokenizer refuses a token, or one before the last ends the output.
-        """
-        given = self.params.output_token_ids
-        for i, token_id in enumerate(given, 1):
-            if self.finish_reason is not None:
-                raise NanoinferError(
-                    f"output_token_ids has {len(given)} tokens, but the output ends with token {i - 1}"
-                    f" ({self.finish_reason}): leave out those after it"
-                )
-            try:
-                self.append(token_id)
-            except NanoinferError as e:
-                raise NanoinferError(f"output_token_ids: token {i} of {len(given)}, {token_id}: {e}") from None
-        self.num_given_chars = len(self.text.take(finished=self.finish_reason is not None))
 
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.

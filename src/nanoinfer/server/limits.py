@@ -50,11 +50,6 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
         for prompt in request.prompts:
             if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
                 raise too_long(str(num_tokens), block_size)
-        if (count := len(params.output_token_ids)) > block_size:
-            raise FieldError(
-                f"output_token_ids has {count} tokens, more than the context length {block_size}: the output has ended",
-                "output_token_ids",
-            )
     num_prompts = max(1, len(request.prompts))
     if num_prompts * params.num_sequences > config.max_sequences:
         name = "n" if params.best_of is None else "best_of"
@@ -179,7 +174,7 @@ class TokenBounds:
         """Check one of the prompts.
 
         Args:
-            num_prompt: its tokens, and those of output_token_ids.
+            num_prompt: its tokens.
 
         Raises:
             NanoinferError: the log-probabilities that the request asks for are more than max_logprob_entries; or the

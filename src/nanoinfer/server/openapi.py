@@ -43,7 +43,6 @@ _FORMS: dict[str, dict[str, Any]] = {
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
     "overflow": {"type": "string", "enum": list(OVERFLOWS)},
     "bad_words": {"type": "array", "items": {"type": "string", "minLength": 1}},
-    "output_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
     "allowed_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 }
 """Schemas of fields of SamplingParams whose types do not say what JSON may have."""

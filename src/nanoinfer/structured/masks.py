@@ -95,10 +95,6 @@ class OutputGrammar:
         self._token_ids.append(token_id)
         return complete
 
-    def rest(self) -> None:
-        """Free the memory of llguidance until the next mask, which makes the state again from the tokens so far."""
-        self._state = None
-
     def num_permitted(self, token_ids: list[int]) -> int:
         """Return how many of the next tokens the grammar permits: none if the matcher fails, as the next mask says."""
         try:

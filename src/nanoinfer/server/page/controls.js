@@ -7,7 +7,7 @@ import { element } from "./tokens.js";
 // The rest is folded.
 const FIRST = ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"];
 // Without effect on what the page shows, or made by programs.
-const OMITTED = ["prompt_logprobs", "detokenize", "spaces_between_special_tokens", "output_token_ids"];
+const OMITTED = ["prompt_logprobs", "detokenize", "spaces_between_special_tokens"];
 const ALTERNATIVES = 5; // logprobs, if the server has no default
 
 /** How to make, fill and read the control of a type. `read` returns null for what is empty. */
