@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nanoinfer.entrypoints.async_streams import AsyncOutputStream
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.entrypoints.streams import OutputStream, TextStream
-    from nanoinfer.entrypoints.vllm_names import AsyncEngineArgs, EngineArgs
     from nanoinfer.errors import NanoinferError, ResultError
     from nanoinfer.outputs import (
         BeamSearchOutput,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
-    "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncOutputStream",
     "BeamSearchOutput",
@@ -58,7 +56,6 @@ __all__ = [
     "Delta",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
-    "EngineArgs",
     "LoglikelihoodOutput",
     "Logprob",
     "NanoinferError",
@@ -78,12 +75,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncEngineArgs": "entrypoints.vllm_names",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncOutputStream": "entrypoints.async_streams",
     "LLM": "entrypoints.llm",
     "BeamSearchParams": "sampling_params",
-    "EngineArgs": "entrypoints.vllm_names",
     "NanoinferError": "errors",
     "OutputStream": "entrypoints.streams",
     "PoolingParams": "pooling_params",

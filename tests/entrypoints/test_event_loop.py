@@ -252,7 +252,6 @@ AT_ONCE: dict[str, Callable[[Running], Awaitable[Any]]] = {
     "AsyncLLM.num_unfinished_requests": lambda r: at_once(lambda: r.model.num_unfinished_requests),
     "AsyncLLM.is_running": lambda r: at_once(lambda: r.model.is_running),
     "AsyncLLM.tokenize": lambda r: r.model.tokenize("To be"),
-    "AsyncLLM.get_tokenizer": lambda r: r.model.get_tokenizer(),
     "AsyncLLM.decode": lambda r: r.model.decode([1, 2]),
     "AsyncLLM.apply_chat_template": lambda r: r.model.apply_chat_template(HI),
     "AsyncLLM.abort": lambda r: r.model.abort("aborted"),

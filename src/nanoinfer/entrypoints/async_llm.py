@@ -23,9 +23,8 @@ from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.pooling import AsyncPoolingMethods
-from nanoinfer.entrypoints.vllm_names import EngineArgs, llm_signature
+from nanoinfer.entrypoints.vllm_names import llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
@@ -94,13 +93,6 @@ class AsyncLLM(AsyncPoolingMethods):
     def from_config(cls: type[_Self], config: LLMConfig) -> _Self:
         """Return an AsyncLLM for a configuration. Raises the errors of the constructor."""
         return cls.from_llm(LLM.from_config(config))
-
-    @classmethod
-    def from_engine_args(cls: type[_Self], args: EngineArgs) -> _Self:
-        """Return an AsyncLLM for the arguments of its constructor. Raises the errors of the constructor."""
-        if not isinstance(args, EngineArgs):
-            raise NanoinferError(f"args={show(args)} is not an AsyncEngineArgs of nanoinfer")
-        return cls.from_config(args.config)
 
     def _start(self, llm: LLM) -> None:
         self.llm = llm
@@ -272,10 +264,6 @@ class AsyncLLM(AsyncPoolingMethods):
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises as `LLM.decode`."""
         return await self._workers(4 * len(token_ids)).run(lambda: self.llm.decode(token_ids))
-
-    async def get_tokenizer(self) -> ModelTokenizer:
-        """Return the tokenizer, as `LLM.get_tokenizer`. Its methods block, for milliseconds on a long text."""
-        return self.llm.get_tokenizer()
 
     async def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of the prompt of a conversation. Arguments and errors: see `LLM.apply_chat_template`."""

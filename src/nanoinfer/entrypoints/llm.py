@@ -21,18 +21,17 @@ from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
-from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.pooling import Pooler, PoolingMethods
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
-from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults, one_of
+from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
 from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.tokenizers.tokenizer import decode
-from nanoinfer.utils.checks import require_bool, require_choice, show
+from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
+from nanoinfer.utils.checks import require_bool, show
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
 
@@ -101,9 +100,8 @@ class LLM(PoolingMethods):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | None = None,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
-        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
@@ -118,7 +116,6 @@ class LLM(PoolingMethods):
                 list of these. A dict may have a "cache_salt": only prompts of the same salt share their prefixes.
             sampling_params: for all prompts, or one for each; None: those of the model's generation_config.json. With
                 BeamSearchParams the outputs are those of a beam search, the best first.
-            prompt_token_ids: instead of prompts: a list of token ids, or a list of such lists.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
             priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
 
@@ -128,7 +125,7 @@ class LLM(PoolingMethods):
         """
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        requests = self.requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
+        requests = self.requests.make_all(prompts, sampling_params, priority)
         with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
             self.core.submit(requests)
             finished = all_finished(requests)
@@ -206,13 +203,9 @@ class LLM(PoolingMethods):
         """
         return self.requests.tokenize(prompt)
 
-    def get_tokenizer(self) -> ModelTokenizer:
-        """Return the tokenizer and the chat template, with methods of transformers' tokenizers.
-
-        Raises:
-            NanoinferError: the model has no tokenizer.
-        """
-        return ModelTokenizer(self.model, self.formatter)
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises NanoinferError if the model has none."""
+        return self.model.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the model's generation_config.json, which are used where none are given.
@@ -236,7 +229,6 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        chat_template_content_format: str = "auto",
         **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several conversations, and return the outputs in order.
@@ -247,7 +239,6 @@ class LLM(PoolingMethods):
             messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
                 ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
             sampling_params, use_tqdm: as for `generate`.
-            chat_template_content_format: "auto" or "string": the template gets contents as strings.
             options: fields of `ChatOptions`: tools, tool_choice, enable_thinking, chat_template, ...; docs/chat.md.
 
         Returns:
@@ -258,7 +249,6 @@ class LLM(PoolingMethods):
                 template refuses the messages or exceeds a limit (docs/chat.md).
             TypeError: an option is unknown.
         """
-        require_choice("chat_template_content_format", chat_template_content_format, ("auto", "string"))
         given, many = ChatOptions(**options), as_conversations(messages)
         each = self.requests.per_prompt(sampling_params, len(many))
         prompts, tokens = [], []
