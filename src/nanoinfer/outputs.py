@@ -303,7 +303,7 @@ class ScoringOutput:
     """The score of a document for a query."""
 
     score: float
-    """A probability in [0, 1], the difference of two logits, or the cosine of two embeddings."""
+    """The cosine of the embeddings of query and document."""
 
 
 T = TypeVar("T")
@@ -316,8 +316,7 @@ class PoolingRequestOutput(Generic[T]):
     request_id: int | str
     outputs: T
     prompt_token_ids: list[int]
-    """Tokens of the input, with those that the tokenizer adds; of a score those of the reranker's prompt, or of both
-    inputs."""
+    """Tokens of the input, with those that the tokenizer adds; of a score those of query and document."""
     num_cached_tokens: int = 0
     """Tokens of them that were in the KV cache already."""
     finished: bool = True

@@ -28,12 +28,11 @@ from nanoinfer.errors import QueueFull
 from nanoinfer.models import pooling
 from nanoinfer.models.pooling import Pooling
 from nanoinfer.tokenizers import tokenizer
-from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.tokenizers.tokenizer import from_core
 from nanoinfer.utils.files import write_folder
 from tokenizers import processors
 
-RAW = PoolingParams(normalize=False)
+RAW = PoolingParams(use_activation=False)
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 RUNGS = [name for name, spec in ENGINES.items() if "cpu" in spec.devices and spec.unavailable() is None]
 LATER = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -62,7 +61,7 @@ def test_hidden_states_equal_those_of_transformers(case: str, tmp_path: Path) ->
         for ids in PROMPTS:
             expected.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].double().numpy())
     for engine in [name for name in RUNGS if name != "compiled"]:
-        for kind, of in (("last", lambda h: h[-1]), ("mean", lambda h: h.mean(0)), ("cls", lambda h: h[0])):
+        for kind, of in (("last", lambda h: h[-1]), ("mean", lambda h: h.mean(0))):
             llm = LLM(str(tmp_path / case), engine=engine, dtype="float32", pooling_type=kind, max_num_seqs=4,
                       kv_cache_dtype="float32" if engine == "native" else "auto")  # fmt: skip
             found = values(llm, PROMPTS, RAW)
@@ -107,7 +106,7 @@ def test_dimensions_and_norm(tiny_folder: Path) -> None:
     (whole,) = values(llm, [PROMPTS[0]], RAW)
     assert len(whole) == TINY.n_embd
     assert math.hypot(*whole) != pytest.approx(1)
-    for params in (None, PoolingParams(normalize=True), PoolingParams(use_activation=True)):
+    for params in (None, PoolingParams(use_activation=True)):
         (found,) = values(llm, [PROMPTS[0]], params)
         assert found == pytest.approx(list(np.array(whole) / math.hypot(*whole)), abs=1e-7)
     (short,) = values(llm, [PROMPTS[0]], PoolingParams(dimensions=5))
@@ -159,7 +158,7 @@ def test_beside_speculation_and_preemption(tiny_folder: Path, kind: str, options
               max_num_batched_tokens=9, **options)  # fmt: skip
     streams = [llm.stream("To be", LATER) for _ in range(3)]
     begun = [next(stream) for stream in streams]
-    found = llm.pool(llm.pooler.embed(prompts, None, priority=-1))  # preempts the streams
+    found = llm._pool(llm.pooler.embed(prompts, None, priority=-1), "embed", False)  # preempts the streams
     assert [o.outputs for o in found] == [o.outputs for o in expected]
     assert [first + "".join(stream) for first, stream in zip(begun, streams, strict=True)] == [text] * 3
     preempted = llm.core.published.num_preempted
@@ -196,15 +195,9 @@ def test_bad_inputs_are_refused(tiny_folder: Path) -> None:
     refuses(lambda: llm.embed(["a", "b"], [RAW]), "2 prompts, but 1 PoolingParams")
     refuses(lambda: PoolingParams(dimensions=0), "dimensions=0")
     refuses(lambda: PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens=0")
-    refuses(lambda: PoolingParams(normalize=True, use_activation=False), "contradict")
     refuses(lambda: llm.score(["a", "b"], ["c"] * 3), "2 queries, but 3 documents")
     refuses(lambda: llm.score("a", []), "0 documents")
-    refuses(lambda: llm.score("a", "b", pooling_params=PoolingParams(dimensions=3)), "dimensions")
-    refuses(lambda: llm.score("a", "b", chat_template="x"), "chat_template")
-    refuses(lambda: LLM(str(tiny_folder), pooling_type="max"), "pooling_type='max'", "last, mean, cls")
-    refuses(lambda: LLM(str(tiny_folder), classifier_from_token="abc,de,f"), "classifier_from_token")
-    refuses(lambda: LLM(str(tiny_folder), classifier_from_token="ab"), "'ab' is 2 tokens")
-    refuses(lambda: LLM(str(tiny_folder), classifier_from_token="é"), "'é'")
+    refuses(lambda: LLM(str(tiny_folder), pooling_type="max"), "pooling_type='max'", "last, mean")
     queued = LLM(str(tiny_folder), max_num_seqs=1, max_num_queued=2)
     with pytest.raises(QueueFull):
         queued.embed(["a"] * 5)
@@ -225,7 +218,7 @@ def test_long_inputs_are_shortened_at_the_beginning(tiny_folder: Path) -> None:
     )
     assert cut.prompt_token_ids == llm.tokenize("tion")
     assert whole.prompt_token_ids == llm.tokenize(text[-32:])
-    assert llm.embed(text, truncate_prompt_tokens=4)[0].outputs == cut.outputs
+    assert llm.embed(text, PoolingParams(truncate_prompt_tokens=4))[0].outputs == cut.outputs
 
 
 def test_a_text_gets_the_tokens_of_the_tokenizers_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,7 +239,7 @@ def test_a_text_gets_the_tokens_of_the_tokenizers_files(tmp_path: Path, caplog: 
     (output,) = llm.embed("the answer")
     assert output.prompt_token_ids == [*inner, 2]
     assert llm.embed([[*inner, 2]])[0].outputs == output.outputs  # given ids are complete
-    (cut,) = llm.embed("the answer", truncate_prompt_tokens=3)
+    (cut,) = llm.embed("the answer", PoolingParams(truncate_prompt_tokens=3))
     assert cut.prompt_token_ids == [1, inner[-1], 2]
 
 
@@ -279,7 +272,6 @@ def write_modules(folder: Path, *kinds: str, **configs: Any) -> Path:
 @pytest.mark.parametrize(("config", "kind"), [
     ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 16}, "last"),
     ({"pooling_mode_mean_tokens": True}, "mean"),
-    ({"pooling_mode_cls_token": True, "include_prompt": True}, "cls"),
     ({"pooling_mode": "lasttoken"}, "last"),
     ({"pooling_mode": "mean", "embedding_dimension": 16}, "mean"),
 ])  # fmt: skip
@@ -293,6 +285,7 @@ def test_modules(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
 BAD_FILES: dict[str, Callable[[Path], object]] = {
     "is not a list of modules": lambda f: (f / "modules.json").write_text("{}"),
     "Dense' is not supported": lambda f: write_modules(f, "Transformer", "Dense"),
+    "cls_token'] is not supported": lambda f: write_modules(f, "Pooling", Pooling={"pooling_mode_cls_token": True}),
     "'max'] is not supported": lambda f: write_modules(f, "Pooling", Pooling={"pooling_mode": "max"}),
     "pooling_mode_max_tokens'] is not supported": lambda f: write_modules(
         f, "Pooling", Pooling={"pooling_mode_max_tokens": True}
@@ -304,8 +297,6 @@ BAD_FILES: dict[str, Callable[[Path], object]] = {
         json.dumps([{"type": "a.Pooling", "path": ".."}])
     ),
     "config.json": lambda f: write_modules(f, "Pooling"),
-    "has no true_token_id": lambda f: write_modules(f, "LogitScore", LogitScore={}),
-    "true_token_id=-1": lambda f: write_modules(f, "LogitScore", LogitScore={"true_token_id": -1}),
 }
 
 
@@ -320,7 +311,7 @@ def test_files_that_cannot_be_followed(tiny_folder: Path, words: str) -> None:
 
 
 def test_a_packed_folder_says_the_same(tiny_folder: Path, tmp_path: Path) -> None:
-    for made in (Pooling("mean", False), Pooling("cls", True), Pooling("last", False, 5, 6), Pooling("last", False, 5)):
+    for made in (Pooling("mean", False), Pooling("mean", True), Pooling("last", False)):
         for name, files in made.to_files().items():
             write_folder(tmp_path / name, files)
         assert pooling.read(tmp_path) == made
@@ -328,8 +319,8 @@ def test_a_packed_folder_says_the_same(tiny_folder: Path, tmp_path: Path) -> Non
 
 
 def test_gguf_files_say_how_they_embed() -> None:
-    found = [pooling.of_gguf({"general.architecture": "qwen3", "qwen3.pooling_type": i}) for i in range(4)]
-    assert found == [Pooling("last"), Pooling("mean"), Pooling("cls"), Pooling("last")]
+    found = [pooling.of_gguf({"general.architecture": "qwen3", "qwen3.pooling_type": i}) for i in (0, 1, 3)]
+    assert found == [Pooling("last"), Pooling("mean"), Pooling("last")]
     assert pooling.of_gguf({}) == Pooling()
     assert "pooling_type=4" in pooling.of_gguf({"general.architecture": "a", "a.pooling_type": 4}).unsupported
 
@@ -362,52 +353,6 @@ def test_models_that_attend_to_both_sides_are_refused(tmp_path: Path) -> None:
 
 
 # Scores --------------------------------------------------------------------------------------------------
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'query' %}Q:{{ m['content'] }}{% elif m['role'] == 'document' %}"
-    " D:{{ m['content'] }}?{% endif %}{% endfor %}"
-)
-
-
-def expected_score(llm: LLM, query: str, document: str, no: str, yes: str) -> float:
-    ids = llm.tokenize(f"Q:{query} D:{document}?")
-    logits = make_model()(torch.tensor([ids]))[0, -1].double()
-    return float((logits[CHARS.index(yes)] - logits[CHARS.index(no)]).detach())
-
-
-@pytest.mark.parametrize("engine", RUNGS)
-def test_rerankers_by_logits(engine: str, tiny_folder: Path) -> None:
-    llm = LLM(str(tiny_folder), engine=engine, classifier_from_token="n,y", max_num_seqs=3)
-    documents = ["to be", "or not", "z"]
-    outputs = llm.score("Go", documents, chat_template=TEMPLATE)
-    raw = llm.score("Go", documents, chat_template=TEMPLATE, pooling_params=PoolingParams(use_activation=False))
-    for document, output, logit in zip(documents, outputs, raw, strict=True):
-        expected = expected_score(llm, "Go", document, "n", "y")
-        assert logit.outputs.score == pytest.approx(expected, abs=1e-3)
-        assert output.outputs.score == pytest.approx(1 / (1 + math.exp(-expected)), abs=1e-4)
-        assert output.prompt_token_ids == llm.tokenize(f"Q:Go D:{document}?")
-    assert raw[2].num_cached_tokens >= len(llm.tokenize("Q:Go D:"))
-
-
-def test_a_rerankers_tokens_and_template_from_its_files(tiny_folder: Path) -> None:
-    ids = {"true_token_id": CHARS.index("y"), "false_token_id": None}
-    write_modules(tiny_folder, "Transformer", "LogitScore", LogitScore=ids)
-    refuses(lambda: LLM(str(tiny_folder)).score("a", "b"), "has no template with the roles query and document")
-    (tiny_folder / "chat_template.jinja").write_text(TEMPLATE)
-    llm = LLM(str(tiny_folder))
-    text = llm.tokenize("Q:a D:b?")
-    logit = float(make_model()(torch.tensor([text]))[0, -1][CHARS.index("y")].detach())
-    found = llm.score("a", "b", pooling_params=PoolingParams(use_activation=False))[0].outputs.score
-    assert found == pytest.approx(logit, abs=1e-3)
-    file = tiny_folder / "score.jinja"
-    file.write_text("{{ messages[1]['content'] }}")
-    assert LLM(str(tiny_folder), score_template=str(file)).score("a", "xy")[0].prompt_token_ids == llm.tokenize("xy")
-    refuses(lambda: LLM(str(tiny_folder), score_template="/no/such"), "/no/such")
-    refuses(lambda: llm.score([5], "b"), "give text")
-    refuses(lambda: llm.score("a", "b" * 40), "the input has 47 tokens")
-    (cut,) = llm.score("a", "b" * 40, truncate_prompt_tokens=20)
-    assert cut.prompt_token_ids == llm.tokenize("Q:a D:" + "b" * 13 + "?")
-    refuses(lambda: llm.score("a" * 40, "b", truncate_prompt_tokens=-1), "tokens, the maximum context length is 32")
 
 
 def test_cosine_of_embeddings(tiny_folder: Path) -> None:
@@ -463,14 +408,10 @@ def test_states_that_are_not_finite_end_their_request_only(tiny_folder: Path) ->
 # The page ------------------------------------------------------------------------------------------------
 
 
-def test_the_pages_program_and_template(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_program(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "embeddings.md").read_text()
     program = re.findall(r"```python\n(.*?)```", page, re.S)[0]
     exec(program, {})
     first, second, *scores = capsys.readouterr().out.split("\n")[:4]
     assert (first.split()[0], second.split()[0]) == ("64", "64")
     assert all(-1 <= float(score) <= 1 for score in scores)
-    (template,) = re.findall(r"```jinja\n(.*?)```", page, re.S)
-    messages = [{"role": "query", "content": "Q?"}, {"role": "document", "content": "D."}]
-    text = ChatTemplate(template).render(messages)
-    assert text.endswith("<Query>: Q?\n<Document>: D.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")

@@ -19,7 +19,7 @@ _ENGINE = (
     "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
 )
 _LENGTH = "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos overflow slide_stride"
-_POOLING = "pooling_type classifier_from_token score_template"
+_POOLING = "pooling_type"
 _RUNNING = {"Speculative decoding": "draft speculate_k speculate_rule", "Engine and memory": _ENGINE}
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {

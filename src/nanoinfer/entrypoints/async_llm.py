@@ -18,18 +18,34 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
-from nanoinfer.entrypoints.async_engine import CLOSED, CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncEngine, AsyncRequest
-from nanoinfer.entrypoints.async_streams import AsyncOutputStream
+from nanoinfer.entrypoints.async_engine import (
+    CLOSED,
+    CUMULATIVE,
+    DELTA,
+    FINAL_ONLY,
+    OUTPUT_KINDS,
+    AsyncEngine,
+    AsyncRequest,
+)
+from nanoinfer.entrypoints.async_streams import AsyncOutputStream, MergedStreams, Observe
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.entrypoints.pooling import AsyncPoolingMethods
+from nanoinfer.entrypoints.pooling import PoolingWork, Reading
 from nanoinfer.entrypoints.vllm_names import llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
-from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput
+from nanoinfer.outputs import (
+    EmbeddingRequestOutput,
+    LoglikelihoodOutput,
+    PerplexityOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils import processes
 from nanoinfer.utils.checks import require_choice, show
@@ -37,7 +53,7 @@ from nanoinfer.utils.workers import Workers
 
 NUM_PREPARING = 4  # threads that prepare requests: a chat template that takes seconds delays no other request
 LONG_TEXT = 1 << 15  # characters of a text that is tokenized apart from the others, one at a time: up to 450 bytes each
-T = TypeVar("T")
+P = TypeVar("P", bound=PoolingRequestOutput[Any])
 _Self = TypeVar("_Self", bound="AsyncLLM")
 
 
@@ -63,7 +79,7 @@ class _Threads:
         self.reading.stop()
 
 
-class AsyncLLM(AsyncPoolingMethods):
+class AsyncLLM:
     """A loaded model whose requests are awaited in event loops. Several loops, each in its own thread, may use it.
 
     Args:
@@ -252,6 +268,55 @@ class AsyncLLM(AsyncPoolingMethods):
     def is_running(self) -> bool:
         """Whether requests can be made: `close` was not called, and the engine thread has not ended."""
         return not self._closed and not self._running().engine.ended.done()
+
+    # Embeddings and scores -------------------------------------------------------------------------------
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, as `LLM.embed`. A task that is cancelled ends its requests.
+
+        Requests of smaller priority are admitted first.
+        """
+        return await self.pool(lambda: self.llm.pooler.embed(prompts, pooling_params, priority=priority))
+
+    async def score(
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each document, as `LLM.score`. See `embed`."""
+        return await self.pool(lambda: self.llm.pooler.score(queries, documents, pooling_params, priority=priority))
+
+    async def pool(self, plan: Callable[[], PoolingWork[P]], observe: Observe | None = None) -> list[P]:
+        """Run the requests of some work, and return its results.
+
+        Args:
+            plan: returns the work; it runs in a worker thread.
+            observe: as of `MergedStreams`.
+        """
+        work = await self._workers(0).run(plan)
+
+        def making(reading: Reading) -> Generator[Workers, None, Request]:
+            yield self._workers(reading.num_chars)
+            return reading.make()
+
+        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in work.readings]
+        merged = MergedStreams(streams, observe)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            async for arrived in merged:
+                outputs.update(arrived)
+        finally:
+            merged.close()
+        return await self._workers(0).run(lambda: work.finish([outputs[i] for i in range(len(outputs))]))
 
     # Other calls -----------------------------------------------------------------------------------------
 

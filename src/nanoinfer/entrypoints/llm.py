@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
@@ -21,22 +21,34 @@ from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
-from nanoinfer.entrypoints.pooling import Pooler, PoolingMethods
+from nanoinfer.entrypoints.pooling import Pooler, PoolingWork
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
-from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from nanoinfer.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    LoglikelihoodOutput,
+    PerplexityOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.scheduling.sequence import Request
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.checks import require_bool, show
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
 
+P = TypeVar("P", bound=PoolingRequestOutput[Any])
 
-class LLM(PoolingMethods):
+
+class LLM:
     """A loaded model on an engine. Thread-safe: a lock serializes the steps of several threads.
 
     Args:
@@ -126,7 +138,11 @@ class LLM(PoolingMethods):
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
         requests = self.requests.make_all(prompts, sampling_params, priority)
-        with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
+        return self._run(requests, "generate", use_tqdm)
+
+    def _run(self, requests: Sequence[Request], what: str, use_tqdm: bool | None) -> list[RequestOutput]:
+        """Run requests beside others, and return their outputs. Args: what: names the progress bar."""
+        with Ownership(self.core, requests), ProgressBar(what, use_tqdm) as bar:
             self.core.submit(requests)
             finished = all_finished(requests)
             while not finished():
@@ -289,6 +305,57 @@ class LLM(PoolingMethods):
         """
         self.model.require_tokenizer()
         return Conversation(self.core, self.requests, self.formatter, ChatOptions(**options), system)
+
+    # Embeddings and scores -------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: `output.outputs.embedding`. See docs/embeddings.md.
+
+        Args:
+            prompts: in the forms of `generate`. A text gets the start and end tokens of the tokenizer's files.
+            pooling_params: for all prompts, or one for each.
+            use_tqdm: as for `generate`.
+
+        Raises:
+            NanoinferError: a prompt or parameter is invalid, a prompt is longer than the context length, the model's
+                files ask for a pooling that is not supported, or more than max_num_queued requests would wait.
+            ResultError: hidden states are not finite.
+        """
+        return self._pool(self.pooler.embed(prompts, pooling_params), "embed", use_tqdm)
+
+    def score(
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine of the embeddings of each document and its query: `output.outputs.score`.
+
+        Args:
+            queries: one for all documents, or one for each.
+            documents, pooling_params, use_tqdm: as for `embed`.
+
+        Raises:
+            NanoinferError, ResultError: as `embed`; or the numbers of queries and documents differ.
+        """
+        return self._pool(self.pooler.score(queries, documents, pooling_params), "score", use_tqdm)
+
+    def _pool(self, work: PoolingWork[P], what: str, use_tqdm: bool | None) -> list[P]:
+        outputs = self._run(requests := work.make(), what, use_tqdm)
+        for i, request in enumerate(requests):
+            (sequence,) = request.sequences
+            if sequence.finish_reason != "stop":
+                with numbered(i, len(requests)):
+                    raise ResultError(sequence.error or "another call was interrupted, and ended the request")
+        return work.finish(outputs)
 
     # Scoring ---------------------------------------------------------------------------------------------
 

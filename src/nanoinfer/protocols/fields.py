@@ -210,7 +210,6 @@ _POOLED = {
     "user": _IGNORED,
     "truncate_prompt_tokens": Field(_from(-1), "Maximum number of tokens of an input; -1: the context length."),
 }
-_PAIRED = {**_POOLED, "use_activation": Field(_BOOL, "Of rerankers: return probabilities, not logits (default: true).")}
 _TEXTS = _either(_STRING, _list(_STRING, minItems=1, maxItems=MAX_INPUTS))
 
 _CONTENT = _either(_STRING, _list(_OBJECT))
@@ -290,7 +289,7 @@ TABLES: dict[str, dict[str, Field]] = {
         "use_activation": Field(_BOOL, "Normalize the embeddings (default: as the model's files say)."),
     },
     RERANK: {
-        **_PAIRED,
+        **_POOLED,
         "query": Field(_STRING, "The query."),
         "documents": Field(
             _list(_either(_STRING, _open(("text",), text=_STRING)), minItems=1, maxItems=MAX_INPUTS), "The documents."
@@ -299,7 +298,7 @@ TABLES: dict[str, dict[str, Field]] = {
         "return_documents": Field(_BOOL, "Return the documents' texts (default: true)."),
     },
     SCORE: {
-        **_PAIRED,
+        **_POOLED,
         "queries": Field(_TEXTS, "A query for all documents, or one for each; other names: text_1, data_1."),
         "documents": Field(_TEXTS, f"1 to {MAX_INPUTS} documents; other names: text_2, data_2, items."),
         **dict.fromkeys(("text_1", "data_1"), Field(_TEXTS, "The same as queries.")),

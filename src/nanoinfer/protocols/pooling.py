@@ -42,12 +42,6 @@ class PoolingRequest:
         """Number of embeddings or scores."""
         return len(self.documents) if self.url != EMBEDDINGS else len(self.inputs)
 
-    @property
-    def num_chars(self) -> int:
-        """Number of characters of all pairs of query and document, each of which is a text of its own."""
-        of_queries = sum(map(len, self.inputs)) * (self.num_results if len(self.inputs) == 1 else 1)
-        return of_queries + sum(map(len, self.documents)) if self.documents else 0
-
 
 def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
     """Read the body of a request to EMBEDDINGS, RERANK or SCORE.

@@ -185,8 +185,6 @@ async def pool(service: Service, scope: Scope, receive: Receive, send: Send) -> 
     llm, inputs, documents = service.llm.llm, request.inputs, request.documents
     options: Any = {"salt": combined_salt(scope, request.cache_salt), "priority": request.priority}
     num_requests, width = len(inputs) + len(documents), llm.config.n_embd
-    if request.url != EMBEDDINGS and llm.pooler.reranks:  # a request has query and document, and one value
-        num_requests, width = request.num_results, 1
     held = service.quotas.values.holding(num_requests * (width + INPUT_VALUES))
     with held, service.metrics.watch(scope, None, num_requests) as watch:
         outputs: Any = await service.llm.pool(
@@ -197,19 +195,7 @@ async def pool(service: Service, scope: Scope, receive: Receive, send: Send) -> 
 
 
 def _check(request: PoolingRequest, service: Service) -> None:
-    """Check a request against the limits of the server.
-
-    Raises:
-        FieldError: the pairs have too many characters: each has its own copy of the query.
-        NanoinferError: a list of token ids is too long. It is refused here, so that it need not wait for its turn.
-    """
-    most = service.config.max_body_bytes
-    if request.num_chars > most:
-        raise FieldError(
-            f"the pairs of query and document have {request.num_chars} characters; the server's max_body_bytes is"
-            f" {most}: send fewer documents, or a shorter query",
-            "documents",
-        )
+    """Raise NanoinferError if a list of token ids is too long: it is refused before it waits for its turn."""
     if request.url == EMBEDDINGS and request.params.truncate_prompt_tokens is None:
         for prompt in request.inputs:
             if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > service.sizes[0]:
