@@ -18,8 +18,8 @@
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
-# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (two hours; installs the peers, OpenVINO and vLLM
-#     in environments of their own, and builds ik_llama.cpp for this CPU)
+# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (90 minutes; installs the peers, OpenVINO and vLLM
+#     in environments of their own)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
@@ -42,7 +42,7 @@ define say
 	  ticker=$$!; trap 'kill $$ticker' EXIT; trap 'exit 130' INT TERM; $(2)
 endef
 
-SUITES := ladder kv-cache long throughput peers serving speculative
+SUITES := ladder peers serving speculative
 
 .PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
@@ -77,7 +77,7 @@ test-long: .venv/installed-test
 
 # And those of the other tests that need no PyTorch.
 SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_bench_export bench/test_bench_stats \
-  bench/test_start core/test_output_text core/test_scheduler roofline/test_roofline_speculation \
+  bench/test_start core/test_output_text core/test_scheduler \
   speculative/test_speculative_adaptive_k utils/test_files)
 
 # The wheel is linked from what .venv/installed has compiled.
@@ -198,23 +198,9 @@ lint: .venv/installed-test
 	$(@D)/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# The wheel of the package index uses AVX2. Its source archive lacks a file that only writes a version number.
-IK := ik-llama-cpp-python==0.1.5
-IK_INFO := vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake
-.venv/installed-ik: .venv/installed-test
-	rm -rf build/ik && mkdir -p build/ik
-	$(BIN)/python -m pip download --quiet --quiet --no-deps --no-binary :all: --dest build/ik $(IK)
-	tar xzf build/ik/*.tar.gz -C build/ik --strip-components 1
-	mkdir -p build/ik/$(dir $(IK_INFO))
-	echo 'configure_file(common/build-info.cpp.in common/build-info.cpp @ONLY)' > build/ik/$(IK_INFO)
-	sed -i 's/^int LLAMA_BUILD_NUMBER.*/int LLAMA_BUILD_NUMBER = 0;/' build/ik/vendor/ik_llama.cpp/common/build-info.cpp.in
-	$(call say,building ik_llama.cpp: compiles for about ten minutes on 2 cores,CMAKE_ARGS='-DGGML_NATIVE=ON \
-	  -DCMAKE_INSTALL_RPATH=$$ORIGIN' $(PIP) --no-deps ./build/ik)
-	@touch $@
-
 PEER_PYTHONS := --peer-python openvino=.venv-openvino/bin/python --peer-python vllm=.venv-vllm/bin/python
 
-bench: .venv/installed-test .venv/installed-ik .venv-openvino/installed .venv-vllm/installed
+bench: .venv/installed-test .venv-openvino/installed .venv-vllm/installed
 	$(call say,installing what it is compared with into .venv,$(PIP) 'nanoinfer[bench]' 'nanoinfer[peers]')
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \

@@ -1,6 +1,6 @@
 """How long a process takes from its start to the first token, and how much memory; the size of an installation.
 
-    python benchmarks/start.py                            # nanoinfer, and the peers that are installed
+    python benchmarks/start.py                            # nanoinfer, and llama.cpp where it is installed
     python benchmarks/start.py --case shakespeare --rounds 3
     python benchmarks/start.py --large --install --output start.json
 
@@ -94,28 +94,17 @@ else:
     text = to_json(loaded.tokenizer)
 huggingface.save(loaded.take(), Path(sys.argv[2]), text)
 """
-# The file that a peer loads: backend, quantization, Hugging Face folder.
+# The file that llama.cpp loads: quantization, Hugging Face folder.
 _EXPORT = """
 import sys
 from pathlib import Path
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.backends.ctranslate2 import CTranslate2
 from nanoinfer.bench.backends.llamacpp import LlamaCpp
-backend, quantization, folder = sys.argv[1:]
-adapter = {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}[backend]
-print(adapter.export(Case(backend, folder, quantization=quantization or None), Path(folder)))
+quantization, folder = sys.argv[1:]
+print(LlamaCpp.export(Case("llama.cpp", folder, quantization=quantization or None), Path(folder)))
 """
-# The first token of a peer, greedy, after three tokens: its file, threads.
-_FIRST_TOKEN = {
-    "ctranslate2": """
-import sys
-from ctranslate2 import Generator
-generator = Generator(sys.argv[1], compute_type=sys.argv[3] or "float32", intra_threads=int(sys.argv[2]))
-(result,) = generator.generate_batch([["t1", "t2", "t3"]], max_length=1, sampling_topk=1, end_token=[],
-                                     include_prompt_in_result=False)
-print(result.sequences_ids[0], flush=True)
-""",
-    "llama.cpp": """
+# The first token of llama.cpp, greedy, after three tokens: its file, threads.
+_FIRST_TOKEN = """
 import ctypes, sys
 import llama_cpp as l
 silent = l.llama_log_callback(lambda *_: None)
@@ -132,10 +121,8 @@ tokens = (l.llama_token * 3)(1, 2, 3)
 assert l.llama_decode(context, l.llama_batch_get_one(tokens, 3)) == 0
 sampler = l.llama_sampler_init_greedy()
 print(l.llama_sampler_sample(sampler, context, -1), flush=True)
-""",
-}
-DISTRIBUTIONS = ("nanoinfer", "llama-cpp-python", "ctranslate2")
-_MODULES = {"ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
+"""
+DISTRIBUTIONS = ("nanoinfer", "llama-cpp-python")
 
 
 @dataclass(frozen=True)
@@ -221,7 +208,7 @@ class Programs:
             print(f"{case}: the server is not installed: pip install '.[server]'", file=sys.stderr)
         else:
             own.append(Program(case, "nanoinfer serve", FIRST_ANSWER, ["serve", case], 0.5))
-        return [*own, *self._peers(case, self._folder(case, case), "", "")]
+        return [*own, *self._peers(case, self._folder(case, case), "")]
 
     def gpt2(self) -> list[Program]:
         """GPT-2 124M in int8, from float32 weights and packed."""
@@ -230,7 +217,7 @@ class Programs:
         return [
             Program(case, "nanoinfer", CLI, [*GENERATE, "-m", str(folder), "--quantization", "int8"], 0.8),
             Program(case, "nanoinfer, packed", CLI, [*GENERATE, "-m", str(packed)], 0.4),
-            *self._peers(case, folder, "int8", "Q8_0"),
+            *self._peers(case, folder, "Q8_0"),
         ]
 
     def gpt2_xl(self) -> list[Program]:
@@ -249,16 +236,12 @@ class Programs:
             _run([*PYTHON, CLI, "pack", model, "--quantization", quantization, "--output", str(folder), *flags])
         return folder
 
-    def _peers(self, case: str, folder: Path, int8: str, q8: str) -> list[Program]:
-        programs = []
-        for name, quantization in (("ctranslate2", int8), ("llama.cpp", q8)):
-            if importlib.util.find_spec(_MODULES[name]) is None:
-                print(f"{case}: {name} is not installed: pip install '.[peers]'", file=sys.stderr)
-                continue
-            file = _run([*PYTHON, _EXPORT, name, quantization, str(folder)]).strip()
-            arguments = [file, str(self._threads), quantization]
-            programs.append(Program(case, name, _FIRST_TOKEN[name], arguments))
-        return programs
+    def _peers(self, case: str, folder: Path, quantization: str) -> list[Program]:
+        if importlib.util.find_spec("llama_cpp") is None:
+            print(f"{case}: llama.cpp is not installed: pip install '.[peers]'", file=sys.stderr)
+            return []
+        file = _run([*PYTHON, _EXPORT, quantization, str(folder)]).strip()
+        return [Program(case, "llama.cpp", _FIRST_TOKEN, [file, str(self._threads)])]
 
 
 def _run(command: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.presets import PRESETS
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)
-CTRANSLATE2 = "ctranslate2 is an optional peer: pip install ctranslate2"
 GGUF = "gguf is an optional peer: pip install gguf"
 LLAMA_CPP = "llama.cpp is an optional peer: pip install llama-cpp-python"
 
@@ -62,33 +60,9 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_backends_that_load_the_folder_itself_need_no_export(small: Path) -> None:
-    for name in ("static", "nanogpt", "transformers-dynamic"):
+    for name in ("static", "transformers-dynamic"):
         assert prepare(Case(name, str(small)), small) is None
     assert not (small / "exports").exists()
-
-
-# CTranslate2 -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compute_type", ["float32", "bfloat16", "int8"])
-def test_ctranslate2_folder(small: Path, compute_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ctranslate2", reason=CTRANSLATE2)
-    monkeypatch.setattr("nanoinfer.bench.backends.ctranslate2.compute_type", lambda case: compute_type)
-    folder = prepare(Case("ctranslate2", str(small)), small)
-    assert folder is not None
-    assert {"model.bin", "config.json", "vocabulary.json"} <= names(folder)
-    assert json.loads((folder / "vocabulary.json").read_text()) == [f"t{i}" for i in range(96)]
-    weights = 12 * 64 * 64 * 2 + (96 + 64) * 64  # blocks, embeddings; the tied head is stored once
-    at_least = {"float32": 4 * weights, "bfloat16": 2 * weights, "int8": weights}[compute_type]
-    assert at_least < (folder / "model.bin").stat().st_size < 1.3 * at_least + 16384
-    stamp = (folder / "model.bin").stat().st_mtime_ns
-    assert prepare(Case("ctranslate2", str(small)), small) == folder
-    assert (folder / "model.bin").stat().st_mtime_ns == stamp
-
-
-def test_ctranslate2_refuses_unknown_types(small: Path) -> None:
-    case = Case("ctranslate2", str(small), quantization="int3")
-    refuses(lambda: prepare(case, small), "quantization='int3'", "int8")
 
 
 # GGUF ------------------------------------------------------------------------------------------------

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer.bench.backends import PEERS, open_backend, require_module
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.presets import PRESETS
+from nanoinfer.config import ModelConfig
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_ids=(7,))
 ONE = Requests([[3, 1, 4, 1, 5]], [12])
@@ -24,17 +22,12 @@ RAGGED = Requests([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7]
 WIDE = replace(SMALL, n_head=4, n_embd=256)  # whole groups of 128 weights
 MODULES = {
     "transformers-dynamic": ("transformers",), "transformers-static": ("transformers",),
-    "ctranslate2": ("ctranslate2",), "llama.cpp": ("llama_cpp",), "ik_llama.cpp": ("ik_llama_cpp",),
-    "openvino": ("openvino_genai", "optimum.intel"), "vllm": ("vllm",),
+    "llama.cpp": ("llama_cpp",), "openvino": ("openvino_genai", "optimum.intel"), "vllm": ("vllm",),
 }  # fmt: skip
 QUANTIZED = [
-    ("ctranslate2", "int8"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0"), ("openvino", "int8"), ("openvino", "int4"),
+    ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0"), ("openvino", "int8"), ("openvino", "int4"),
     ("vllm", "int8"), ("vllm", "int4"),
 ]  # fmt: skip
-
-
-IK = "ik_llama.cpp"
-EXACT = [name for name in PEERS if name != IK]  # those that have float32
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +64,14 @@ def check_times(times: RunTimes, work: Requests) -> None:
 
 
 @pytest.mark.parametrize("work", [ONE, EQUAL, RAGGED], ids=["one", "equal", "ragged"])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", PEERS)
 def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Requests) -> None:
     ours = run(make_case("static", work), small, work)
     assert len({t for row in ours for t in row}) > 2, "the model repeats itself: the test would prove little"
     assert run(make_case(name, work), small, work) == ours
 
 
-def test_ctranslate2_runs_many_unequal_prompts_in_sorted_batches(small: Path) -> None:
-    work = Requests([[i % 90, *range(3, 5 + 7 * i % 20)] for i in range(40)], [3 + i % 5 for i in range(40)])
-    assert run(make_case("ctranslate2", work), small, work) == run(make_case("static", work), small, work)
-
-
-@pytest.mark.parametrize("name", [n for n in EXACT if n != "llama.cpp"])
+@pytest.mark.parametrize("name", [n for n in PEERS if n != "llama.cpp"])
 def test_exact_gelu_untied_head_and_epsilon(tmp_path: Path, name: str) -> None:
     config = replace(SMALL, activation="gelu", tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
     folder = make_folder(tmp_path / "other", config, seed=3, chars=None)
@@ -109,38 +97,19 @@ def test_quantized_weights_give_the_tokens_asked_for(wide: Path, name: str, quan
     assert all(0 <= t < SMALL.vocab_size for row in tokens for t in row)
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "transformers-dynamic", "transformers-static", "llama.cpp"])
+@pytest.mark.parametrize("name", ["transformers-dynamic", "transformers-static", "llama.cpp"])
 def test_bfloat16_runs(small: Path, name: str) -> None:
     run(make_case(name, RAGGED, dtype="bfloat16"), small, RAGGED)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", PEERS)
 def test_what_a_peer_cannot_do_is_one_clear_line(small: Path, name: str) -> None:
     case = make_case(name)
     refuses(lambda: open_backend(replace(case, quantization="int5"), small), name, "quantization='int5'")
     refuses(lambda: open_backend(replace(case, device="tpu"), small), "device='tpu'")
     refuses(lambda: open_backend(replace(case, sampler="sampled"), small), name, "sampler='greedy' only")
-    if name != "nanogpt":  # it crops
-        long = Requests([[1] * 60], [20])
-        refuses(lambda: open_backend(case, small).run(long), name, "80 tokens")
-
-
-@pytest.mark.parametrize("work", [ONE, EQUAL, RAGGED], ids=["one", "equal", "ragged"])
-def test_ik_llama_cpp_has_our_tokens_in_bfloat16(tmp_path: Path, work: Requests) -> None:
-    layers = (LayerKind(None, Rotary(32, 1e5)),) * 2
-    heads = {"n_head": 4, "num_kv_heads": 2, "head_size": 32, "n_inner": 96, "layers": layers}
-    config = replace(PRESETS["smollm2-135m"], vocab_size=96, block_size=64, n_layer=2, n_embd=64, **heads)
-    config = replace(config, bos_token_id=0, eos_token_ids=(0,))
-    folder = make_folder(tmp_path / "llama", config, chars=None)
-    case = make_case(IK, work, dtype="bfloat16")
-    ours = run(make_case("static", work, dtype="bfloat16"), folder, work)
-    first = [row[:4] for row in run(case, folder, work)]  # its keys and values are float16: later tokens may differ
-    assert first == [row[:4] for row in ours]
-
-
-def test_ik_llama_cpp_says_what_it_cannot_run(small: Path) -> None:
-    refuses(lambda: open_backend(make_case(IK), small), IK, "float32 cache", "bfloat16")
-    refuses(lambda: open_backend(make_case(IK, dtype="bfloat16"), small), IK, "GPT-2", "untied head")
+    long = Requests([[1] * 60], [20])
+    refuses(lambda: open_backend(case, small).run(long), name, "80 tokens")
 
 
 def test_llama_cpp_refuses_float16(small: Path) -> None:
@@ -153,54 +122,19 @@ def test_llama_cpp_keeps_its_log_to_itself(small: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_ctranslate2_says_which_types_it_has_here(small: Path) -> None:
-    ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is an optional peer")
-    if "bfloat16" in ctranslate2.get_supported_compute_types("cpu"):
-        run(make_case("ctranslate2", dtype="bfloat16"), small, ONE)
-    else:
-        case = make_case("ctranslate2", dtype="bfloat16")
-        refuses(lambda: open_backend(case, small), "bfloat16", "float32", "int8")
-
-
-def test_nanogpt_slides_past_the_context_length(small: Path) -> None:
-    long = Requests([[1] * 60], [20])
-    run(make_case("nanogpt", long), small, long)
-
-
-def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.models.transformer import Transformer
-
-    shapes: list[tuple[int, ...]] = []
-    hidden = Transformer.hidden
-
-    def counting(self: Transformer, idx: Tensor, *args: Any) -> Tensor:
-        shapes.append(tuple(idx.shape))
-        return hidden(self, idx, *args)
-
-    monkeypatch.setattr(Transformer, "hidden", counting)
-    open_backend(make_case("nanogpt", EQUAL), small).run(EQUAL)
-    assert shapes == [(2, 4 + t) for t in range(6)]
-    shapes.clear()
-    open_backend(make_case("nanogpt", RAGGED), small).run(RAGGED)
-    expected = zip(RAGGED.prompts, RAGGED.output_tokens, strict=True)
-    assert shapes == [(1, len(p) + t) for p, n in expected for t in range(n)]
-
-
 def test_helpers() -> None:
     assert RAGGED.longest == 20
     refuses(lambda: require_module("no_such_peer"), "no_such_peer", "pip install")
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", PEERS)
 def test_other_families_run_or_are_refused(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers", reason="transformers makes the model")
     from helpers.families import make_folder as make_family
 
     make_family("llama", tmp_path)
     case = make_case(name)
-    if name == "ctranslate2":
-        refuses(lambda: open_backend(case, tmp_path), name, "GPT-2")
-    elif name == "vllm":
+    if name == "vllm":
         with pytest.raises(RuntimeError, match="head_dim=6"):
             run(case, tmp_path, ONE)
     else:

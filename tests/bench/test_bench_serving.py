@@ -16,7 +16,6 @@ from nanoinfer.bench import results, table
 from nanoinfer.bench.backends import require_case
 from nanoinfer.bench.backends.engines import EngineBackend
 from nanoinfer.bench.case import Case, Row, make_requests
-from nanoinfer.bench.report.panels import panels
 from nanoinfer.bench.results import Results
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
@@ -27,8 +26,7 @@ from nanoinfer.models.presets import PRESETS
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-PEERS = {("ctranslate2", "int8"), ("llama.cpp", "bfloat16")}
-PEERS |= {(name, bits) for name in ("llama.cpp", "ik_llama.cpp") for bits in ("Q8_0", "Q4_0")}
+PEERS = {("llama.cpp", bits) for bits in ("bfloat16", "Q8_0", "Q4_0")}
 PEERS |= {(name, bits) for name in ("openvino", "vllm") for bits in ("bfloat16", "int8", "int4")}
 
 
@@ -49,11 +47,11 @@ def cases(quick: bool, engines: list[str] | None = None) -> list[Case]:
 def test_the_suite_has_the_rows_of_the_issue() -> None:
     made = cases(quick=False)
     assert {c.model for c in made} == {"random:gpt2"}
-    assert Counter(c.workload for c in made) == {"mixed": 15, "prefix": 2, "arrival": 3, "uniform": 2}
+    assert Counter(c.workload for c in made) == {"mixed": 12, "prefix": 2, "arrival": 3, "uniform": 2}
     mixed = [c for c in made if c.workload == "mixed"]
     assert {(c.backend, c.format) for c in mixed} == {("native", f) for f in ("bfloat16", "int8", "int4")} | PEERS
     assert {(c.batch, c.prompt_tokens, c.output_tokens) for c in mixed} == {(64, 256, 256)}
-    others = made[15:]
+    others = made[12:]
     assert {c.label.partition(" + ")[0] for c in others} == {"native int8"}
     assert [(c.batch, c.prompt_tokens, c.prefix_caching) for c in others[:2]] == [(200, 520, False), (200, 520, True)]
     assert [(c.batch, c.prompt_tokens, c.max_num_batched_tokens, c.target_step_ms) for c in others[2:5]] == [
@@ -64,7 +62,7 @@ def test_the_suite_has_the_rows_of_the_issue() -> None:
 
 def test_a_quick_run_is_small_and_has_every_kind_of_row() -> None:
     made = cases(quick=True)
-    assert Counter(c.workload for c in made) == {"mixed": 6, "prefix": 2, "arrival": 2, "uniform": 1}
+    assert Counter(c.workload for c in made) == {"mixed": 4, "prefix": 2, "arrival": 2, "uniform": 1}
     assert max(c.batch * (c.prompt_tokens + c.output_tokens) for c in made) <= 2500
     assert {c.quantization for c in cases(True, ["static"]) if c.backend == "static"} == {None}
 
@@ -120,7 +118,7 @@ def test_peers_refuse_what_they_are_not_measured_with() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_ceiling")
-def test_a_quick_run_from_measuring_to_the_page(folder: Path, tmp_path: Path) -> None:
+def test_a_quick_run_from_measuring_to_the_figures(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "serving.json"
     plan = Plan(suite=("serving",), model=str(folder), quick=True, output=path)
     (made,), _ = run(plan, "test", log=lambda _: None)
@@ -137,13 +135,10 @@ def test_a_quick_run_from_measuring_to_the_page(folder: Path, tmp_path: Path) ->
     (again,), _ = run(replace(plan, output=None, resume=path), "test", log=lambda _: None)
     kept = [row.case for row in again.rows if row.error is None]
     assert kept == [row.case for row in made.rows if row.error is None]
+    pytest.importorskip("vl_convert", reason="figures are drawn with it")
     (loaded,), _ = run(Plan(load=(path,), report=tmp_path / "page"), "test", log=lambda _: pytest.fail("it measured"))
     assert results.to_json(results.read(path)) == results.to_json(again) == results.to_json(loaded)
-    pytest.importorskip("vl_convert", reason="the report draws with it")
-    page = (tmp_path / "page" / "index.html").read_text()
-    assert "native int8 + prefix cache: " in page
-    assert "the same without it" in page
-    assert "Longest time between two tokens: " in page
+    assert {"serving-gap.svg", "serving-output.svg"} <= {drawn.name for drawn in (tmp_path / "page").iterdir()}
 
 
 @pytest.mark.usefixtures("quick_ceiling")
@@ -184,10 +179,3 @@ def test_the_table_fits_80_columns_and_has_the_rates_first() -> None:
     for words in ("+ prefix cache", "+ steps of 64", "batch 64, mixed", "batch 200, prefix 520+10 tokens", "500"):
         assert words in text
     assert "speed-ups over the best peer in the same shape\n" in "\n".join(x.rstrip() for x in text.splitlines()) + "\n"
-
-
-def test_each_kind_of_row_is_judged_by_its_own_measure() -> None:
-    found = [(p.rows[0].case.workload, p.measure.name) for p in panels(rows(), "batch")]
-    assert found == [("mixed", "output"), ("prefix", "output"), ("arrival", "gap"), ("uniform", "throughput")]
-    (arrival,) = [p for p in panels(rows(), "batch") if p.measure.name == "gap"]
-    assert [value for _, value in arrival.measure.of(arrival.rows)] == [pytest.approx(500)] * 3

@@ -20,9 +20,7 @@ from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.table import shape_name
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.roofline.ceilings import Ceiling
 
-CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "test")
 PLAIN = Case("native", "m", quantization="int8", workload="text", prompt_tokens=14, output_tokens=6)
 
 
@@ -67,14 +65,10 @@ def test_a_burst_arrives_evenly_since_the_last_token() -> None:
 def test_what_is_said_of_the_proposals() -> None:
     row = Row(replace(PLAIN, model="gpt2-xl", draft="gpt2"))
     made = {"num_accepted": 30, "num_rejected": 10, "num_verify_steps": 12, "draft_share": 0.25}
-    add_speculation(row, made, PRESETS["gpt2-xl"], CEILING)
+    add_speculation(row, made)
     assert (row.acceptance_percent, row.mean_accepted_length, row.draft_share_percent) == (75.0, 2.5, 25.0)
-    assert row.predicted_speculation is not None
-    k, gain = row.predicted_speculation.split(", ")
-    assert k in ("k=4", "k=5", "k=6")  # a draft of a twelfth of the bytes: k c + v is about 1.4
-    assert 2.0 < float(gain.removesuffix("x")) < 2.6
     nothing = Row(replace(row.case, draft="prompt-lookup"))
-    add_speculation(nothing, dict.fromkeys(made, 0), PRESETS["gpt2-xl"], CEILING)
+    add_speculation(nothing, dict.fromkeys(made, 0))
     assert (nothing.acceptance_percent, nothing.mean_accepted_length, nothing.draft_share_percent) == (None, None, 0.0)
 
 

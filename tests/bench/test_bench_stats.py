@@ -16,7 +16,7 @@ from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, Row, make_requests
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, naive_token_times, summarize
+from nanoinfer.bench.stats import Figures, RunTimes, is_steady, naive_token_times, summarize
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling
 
@@ -127,7 +127,7 @@ def test_speedups_over_the_best_peer_are_over_any_format_of_a_shape() -> None:
         return Row(case, replace(figures, output_tokens_per_sec=speed), round_sec=[1 / speed])
 
     rows = [
-        row("native", "int8", 50.0), row("llama.cpp", "Q8_0", 5.0), row("ctranslate2", "int8", 10.0),
+        row("native", "int8", 50.0), row("llama.cpp", "Q8_0", 5.0), row("openvino", "int8", 10.0),
         row("llama.cpp", None, 4.0, dtype="bfloat16"), row("native", "int8", 20.0, batch=4),
         row("native", "int8", 80.0, batch=4, prefix_caching=True), Row(Case("static", "m"), error="broken"),
     ]  # fmt: skip
@@ -184,7 +184,7 @@ def test_names_of_settings_and_the_case_without_them() -> None:
 
 
 def example() -> Results:
-    row = Row(Case("static", "gpt2"), summarize([RUN]), True, 1 << 20, per_position_sec=[[33, 0.5], [34, 0.1]])
+    row = Row(Case("static", "gpt2"), summarize([RUN]), True, 1 << 20, round_sec=[1.0])
     failed = Row(Case("llama.cpp", "gpt2", quantization="Q8_0"), error="llama.cpp is not installed: pip install ...")
     ceiling = {"read_bytes_per_sec": 50e9, "flops_per_sec": {"float32": 1e12}}
     return Results(
@@ -281,18 +281,6 @@ def test_decoding_is_unknown_where_sequences_never_decode_together() -> None:
     assert RunTimes(8, [[1.0]]).decode_tokens_per_sec is None
 
 
-def test_positions_are_medians_without_the_first_token() -> None:
-    def run(*gaps: float) -> RunTimes:
-        return RunTimes(8, [[9.0, *(9.0 + at for at in accumulate(gaps))]])
-
-    assert by_position([run(*[1.0] * 30)], 8) == []
-    rounds = [run(*[gap] * 60) for gap in (1.0, 4.0, 2.0)]
-    assert by_position(rounds, 8) == [[9 + at, 2.0] for at in range(0, 60, 2)]
-    rising = by_position([run(*map(float, range(1280)))], 8)
-    assert len(rising) == 32
-    assert rising[1] == [49, 59.5]
-
-
 BY_SIZE = {"read_bytes_per_sec": 1, "flops_per_sec": {}}
 
 
@@ -325,7 +313,7 @@ def broken(**changes: object) -> str:
         (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": {"0": 1}}), "has the sizes [0]"),
         (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": {"1": -1}}), "read_bytes_per_sec_by_size is {'1': -1"),
         (broken(rows=[{"case": {"backend": 1, "model": "m"}}]), "backend is 1, a int"),
-        (broken(rows=[{"case": {"backend": "a", "model": "m"}, "per_position_sec": [[1]]}]), "a list of pairs"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m"}, "note": "a\x1b[2J"}]), r"note is 'a\x1b[2J', a str"),
         (broken(rows=[{"case": {"backend": "a", "model": "m"}, "speedup": 10**400}]), "speedup is 1000"),
         (broken(rows=[{"case": {"backend": "a", "model": "m", "\x1b[31m": 1}}]), r"'\x1b[31m'"),
     ],

@@ -51,8 +51,9 @@ def nanoinfer(env: dict[str, str], *arguments: object) -> subprocess.CompletedPr
 @pytest.mark.slow
 def test_native_is_measured_and_reported(no_torch: dict[str, str], tmp_path: Path, tiny_folder: Path) -> None:
     done = nanoinfer(
-        no_torch, "bench", "--engine", "native", "--engine", "static", "--engine", "nanogpt", "--model", tiny_folder,
-        "--prompt-tokens", 8, "--output-tokens", 8, "--rounds", 1, "--output", tmp_path / "r.json",
+        no_torch, "bench", "--engine", "native", "--engine", "static", "--engine", "transformers-dynamic",
+        "--model", tiny_folder, "--prompt-tokens", 8, "--output-tokens", 8, "--rounds", 1,
+        "--output", tmp_path / "r.json",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     native, *others = results.read(tmp_path / "r.json").rows
@@ -65,7 +66,7 @@ def test_native_is_measured_and_reported(no_torch: dict[str, str], tmp_path: Pat
         assert row.error.startswith((f"engine={row.case.backend!r} cannot run: ", f"{row.case.backend} cannot run: "))
         assert "torch is not installed: pip install" in row.error
     assert nanoinfer(no_torch, "bench", "--load", tmp_path / "r.json", "--report", tmp_path / "out").returncode == 1
-    assert (tmp_path / "out" / "index.html").is_file()
+    assert (tmp_path / "out" / "custom-throughput.svg").is_file()
 
 
 def test_roofline_and_engines(no_torch: dict[str, str]) -> None:

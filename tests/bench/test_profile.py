@@ -28,7 +28,7 @@ from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
-from nanoinfer.profiling.profiler import breakdown_percent, profile
+from nanoinfer.profiling.profiler import profile
 from nanoinfer.profiling.spans import PARTS, Spans, attached
 from nanoinfer.utils.environment import waited_seconds
 
@@ -314,27 +314,6 @@ def test_kernel_launches_are_counted_on_a_gpu(tiny_folder: Path) -> None:
     assert {row.name for row in p.parts if row.self_sec} >= {"matrix products", "attention", "output head", "sampling"}
 
 
-# The benchmark's five parts --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engine", [name for name in HERE if name != "compiled"])
-def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str) -> None:
-    llm = LLM(str(tiny_folder), engine=engine, device="cpu", max_num_seqs=2)
-    before = marks(llm)
-    percent = breakdown_percent(llm, batch=2, prompt_tokens=8)
-    assert list(percent) == BREAKDOWN
-    assert sum(percent.values()) == pytest.approx(100)
-    assert all(0 < value < 100 for value in percent.values())
-    assert marks(llm) == before
-
-
-@pytest.mark.slow
-def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
-    llm = LLM(str(tiny_folder), engine="compiled", device="cpu", max_num_seqs=2)
-    with pytest.raises(NanoinferError, match="cannot be divided into parts"):
-        breakdown_percent(llm, batch=2, prompt_tokens=8)
-
-
 class Opaque:
     """An engine in one call: nothing of the model can be seen from outside."""
 
@@ -355,7 +334,6 @@ def test_an_engine_that_hides_its_parts_says_so(llm: LLM) -> None:
     assert shares["matrix products"] == 0
     assert shares["rest of the engine"] > 0
     assert sum(shares.values()) == pytest.approx(100)
-    refuses(lambda: breakdown_percent(llm, prompt_tokens=8), "engine='static'", "cannot be divided into parts")
 
 
 # The command line ------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def rows(page: str, first: str) -> list[list[str]]:
 
 
 def test_the_front_pages_figures_are_the_results() -> None:
-    systems = ("native int8", "openvino int8", "llama.cpp Q8_0", "vllm int8", "ctranslate2 int8")
+    systems = ("native int8", "openvino int8", "llama.cpp Q8_0", "vllm int8")
     expected = []
     for shape, key in ((ONE, DECODE), (MANY, DECODE), (LONG, FIRST)):
         either = [figure(f"transformers-{cache} bfloat16", shape, key) for cache in ("dynamic", "static")]

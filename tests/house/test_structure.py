@@ -109,7 +109,7 @@ def test_the_scheduler_imports_the_interface_of_the_engines_alone() -> None:
 # What may import PyTorch when it is imported: the rungs in PyTorch, samplers and kernels for GPUs, training, and what
 # is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung needs it.
 TORCH = {
-    "bench/backends/pytorch.py", "checkpoints/gpt_loading.py",
+    "bench/backends/transformers.py", "checkpoints/gpt_loading.py",
     "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
     "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",

@@ -55,12 +55,6 @@ BAD = {
     "no number": (["gpt2", "--batch", "nan"], "--batch"),
     "context 0": (["gpt2", "--context", 0], "context=0 is not an integer >= 1"),
     "long context": (["gpt2", "--context", 1025], "block_size=1024: use at most 1024"),
-    "acceptance 1.5": (["gpt2", "--draft", "gpt2", "--acceptance", 1.5], "acceptance=1.5 is not a finite number in"),
-    "acceptance NaN": (["gpt2", "--draft", "gpt2", "--acceptance", "nan"], "acceptance=nan"),
-    "no draft": (["gpt2", "--acceptance", 0.5], "--draft"),
-    "unknown draft": (["gpt2", "--draft", "gpt5"], "model 'gpt5' is unknown"),
-    "short draft": (["gpt2", "--draft", "{tiny}", "--context", 33], "the draft"),
-    "other vocabulary": (["gpt2", "--draft", "{tiny}", "--context", 32], "vocabulary of 59"),
     "unknown dtype": (["gpt2", "--dtype", "int3"], "dtype='int3' is unknown"),
     "no bfloat16": (["gpt2", "--device", "t4", "--dtype", "bfloat16"], "no throughput on t4: use float32, float16"),
     "many new tokens": (["gpt2", "--context", 9, "--new-tokens", 10], "new_tokens=10 is more than context=9"),
@@ -83,7 +77,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_
 
 
 def test_tables_fit_80_columns_and_the_json_says_the_same(run: Run) -> None:
-    flags = ("gpt2-xl", "--device", "H100", "--batch", 64, "--draft", "gpt2", "--acceptance", 0.8)
+    flags = ("gpt2-xl", "--device", "H100", "--batch", 64)
     code, text, err = run(*flags)
     assert (code, err) == (0, "")
     assert max(map(len, text.splitlines())) <= 80
@@ -95,9 +89,6 @@ def test_tables_fit_80_columns_and_the_json_says_the_same(run: Run) -> None:
         assert f"{r[step]['bound']}-bound, {r[step]['bound_ratio']:,.2f} times" in text
         assert f"{si(r[step]['step_sec'], 's')} a step, {r[step]['tokens_per_sec']:,.0f} tokens/s" in text
         assert r[step]["layer"]["flops_formula"] in text
-    (with_bonus, without) = r["speculation"]["best"]
-    assert with_bonus["speedup"] > without["speedup"] > 1
-    assert f"{with_bonus['speedup']:.2f}" in text
 
 
 def test_a_step_that_the_caches_hold_has_their_speed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +168,7 @@ COLUMNS = [(1, 32), (1, 1024), (64, 32), (64, 1024)]
 
 @pytest.mark.slow
 def test_the_worked_numbers_of_the_page_are_what_the_code_computes() -> None:
-    question = Question(device="h100", draft="gpt2")
+    question = Question(device="h100")
     answers = [answer("gpt2-xl", replace(question, batch=B, context=N)) for B, N in COLUMNS]
     assert len(WORKED) >= 20
     prefixes = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "m": 1e-3, "u": 1e-6}

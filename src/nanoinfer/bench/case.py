@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.bench.formatting import number
 from nanoinfer.bench.stats import Figures
 from nanoinfer.config import DTYPES, SchedulerConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ BUSY = "the machine was busy"
 SHARE_REPEATED = 4 / 7  # of a repeating prompt: the passage itself; the rest is its beginning again, edited
 EDIT_EVERY = 15
 DECODING_PROMPT = 32  # tokens of the prompts that are decoding when the long one arrives
+DASH = "–"  # unknown
 Passages = Sequence[Sequence[int]]
 
 
@@ -228,14 +229,8 @@ class Row:
     """Proposals accepted in a verify step, which gives one token more."""
     draft_share_percent: float | None = None
     """Time in the drafter, of the time in drafter, engine and sampler."""
-    predicted_speculation: str | None = None
-    """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
-    per_position_sec: list[list[float]] | None = None
-    """[position, time of a token there], thinned to 32 positions at most (batch 1): `stats.by_position`."""
     round_sec: list[float] | None = None
     """Time of each round."""
-    breakdown_percent: dict[str, float] | None = None
-    """Where the time goes: part of the model -> share of the step."""
     note: str = ""
     """How the row was measured differently: extrapolated, not interleaved, ..."""
     error: str | None = None
@@ -252,7 +247,23 @@ class Row:
         """Append a sentence to the note."""
         self.note = "; ".join(filter(None, (self.note, note)))
 
+    @property
+    def ceiling(self) -> float | None:
+        """The limit of the hardware in decoded tokens/s; None for a case without figures or with unequal steps."""
+        return self.predicted_tokens_per_sec if self.figures and self.case.workload not in IRREGULAR else None
+
     def number(self, name: str, scale: float = 1.0) -> float | None:
-        """Return a field of the row or of its figures, scaled; None if it is unknown or not a finite number."""
-        found = number(getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None))
-        return None if found is None else number(found * scale)
+        """Return a field of the row or of its figures, scaled; None if it is unknown or not finite."""
+        value = getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None)
+        return value * scale if value is not None and math.isfinite(value * scale) else None
+
+
+def digits(value: float | None) -> str:
+    """Return a number with 3 significant digits, thousands separated; a dash for None.
+
+    digits(1234.56) -> "1,235"      digits(0.01234) -> "0.0123"      digits(None) -> "–"
+    """
+    if not value:
+        return DASH if value is None else "0"
+    places = 2 - int(f"{value:.2e}".partition("e")[2])
+    return f"{value:,.{min(max(places, 0), 12)}f}" if abs(value) < 1e15 else f"{value:.3g}"

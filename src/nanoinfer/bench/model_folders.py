@@ -1,21 +1,18 @@
 """Folders of the measured models, which all backends load from, with passages of natural text for prompts.
 
-A temporary folder is removed at the end of the run; one that a killed run left behind, whose lock is free, by the next
-run. Passages come from a file (`--text`: held-out text of the model's kind), or without one from the model itself,
-which samples them at temperature 1: the acceptance of a draft depends on the text, random tokens would not do.
+A temporary folder is removed at the end of the run. Passages come from a file (`--text`: held-out text of the model's
+kind), or without one from the model itself, which samples them at temperature 1: the acceptance of a draft depends on
+the text, random tokens would not do.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import random
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nanoinfer.bench.case import Case, Passages
 from nanoinfer.errors import NanoinferError
@@ -46,7 +43,11 @@ class ModelFolders(ExitStack):
         model = cases[0].model
         if model not in self._folders:
             keep = self._keep if model.startswith("random:") else None
-            folder = self.enter_context(temporary_folder()) if keep is None else keep / model.replace(":", "-")
+            folder = (
+                Path(self.enter_context(TemporaryDirectory(prefix=PREFIX)))
+                if keep is None
+                else keep / model.replace(":", "-")
+            )
             self._folders[model] = folder
             if not (folder / "config.json").exists():  # float32, which every backend loads or exports from
                 huggingface.save(load_model(model).take(), folder)
@@ -57,28 +58,6 @@ class ModelFolders(ExitStack):
         return folder
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Yield a temporary folder, which is locked and removed at the end; remove those of killed runs first."""
-    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # OSError: locked, or of another user
-            if any(old.iterdir()):  # an empty one may be about to be locked
-                shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as made, _locked(Path(made)):
-        yield Path(made)
-
-
-@contextmanager
-def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
-    """Hold the lock of a folder; with LOCK_NB raise OSError if another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def write_passages(folder: Path, model: str, text: Path | None) -> None:
     """Write passages for a model into a folder; raise NanoinferError if it cannot tokenize the text."""
     (folder / PASSAGES).write_text(json.dumps(_sample(model) if text is None else _cut(model, text)))
@@ -86,8 +65,8 @@ def write_passages(folder: Path, model: str, text: Path | None) -> None:
 
 def read_passages(folder: Path) -> Passages:
     """Return a folder's passages; none if it has no file of them."""
-    found: Passages = json.loads(path.read_text()) if (path := folder / PASSAGES).is_file() else ()
-    return found
+    passages: Passages = json.loads(path.read_text()) if (path := folder / PASSAGES).is_file() else ()
+    return passages
 
 
 def _cut(model: str, text: Path) -> list[list[int]]:

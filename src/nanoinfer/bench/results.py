@@ -116,8 +116,6 @@ def from_json(text: str | bytes, source: str) -> Results:
 def _row(raw: dict[str, Any]) -> Row:
     case, figures = _checked(Case(**raw.pop("case"))), raw.pop("figures", None)
     row = _checked(Row(case=case, figures=_checked(Figures(**figures)) if figures is not None else None, **raw))
-    if any(len(point) != 2 for point in row.per_position_sec or ()):
-        raise ValueError("per_position_sec is not a list of pairs")
     return row
 
 
@@ -133,7 +131,10 @@ def _checked(made: T) -> T:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value has a type: _fits([1, 2.5], list[float]) -> True. A number is finite as a float."""
+    """Return whether a JSON value has a type: _fits([1, 2.5], list[float]) -> True.
+
+    A number is finite as a float; a string has no control characters, which would reach the terminal.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         return any(_fits(value, one) for one in inner)
@@ -144,7 +145,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         kinds = (int, float) if hint is float else int
         return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= 1e300  # False for NaN
-    return hint is Any or isinstance(value, hint)
+    return hint is Any or (isinstance(value, hint) and (hint is not str or value.isprintable()))
 
 
 def read(path: Path) -> Results:

@@ -38,7 +38,7 @@ class Plan:
     """The user's options; empty means the default."""
 
     suite: tuple[str, ...] = ()
-    """ladder, kv-cache, long, throughput, peers, serving, speculative or gpu; may be repeated."""
+    """ladder, peers, serving, speculative or gpu; may be repeated."""
     model: str | None = None
     """Model (default: random:gpt2; of suite speculative: wide:shakespeare:gpt2-large)."""
     engine: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Plan:
     load: tuple[Path, ...] = ()
     """Show these JSON documents instead of measuring; may be repeated."""
     report: Path | None = None
-    """Write an HTML page and figures into this folder."""
+    """Draw figures of the results into this folder (SVG)."""
 
     def __post_init__(self) -> None:
         for name in self.suite:
@@ -127,9 +127,9 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     if not plan.load:
         interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
     if plan.report is not None and (with_rows := [r for r in done if r.rows]):
-        from nanoinfer.bench.report.page import write_report
+        from nanoinfer.bench.figures import write_figures
 
-        write_report(with_rows, plan.report)
+        write_figures(with_rows, plan.report)
     return done, interrupted
 
 

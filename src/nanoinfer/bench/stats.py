@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-MIN_POSITIONS, MAX_POSITIONS = 31, 32  # points of a curve of time against position
-
 
 @dataclass(frozen=True)
 class RunTimes:
@@ -115,22 +113,6 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
     totals = [run.total_sec for run in runs]
     spread = 100 * (max(totals) - min(totals)) / medians["total_sec"]
     return Figures(len(runs), tpot_sec=p50, tpot_p90_sec=p90, tpot_p99_sec=p99, spread_percent=spread, **medians)
-
-
-def by_position(runs: Sequence[RunTimes], num_prompt_tokens: int) -> list[list[float]]:
-    """Return [position, seconds] of the first sequence's tokens: medians over the rounds, and over nearby positions.
-
-    The first token, at position num_prompt_tokens, includes the prompt and is left out; short sequences give none.
-    """
-    gaps = [[b - a for a, b in pairwise(run.arrivals[0])] for run in runs]
-    seconds = [statistics.median(times) for times in zip(*gaps, strict=True)]
-    if len(seconds) < MIN_POSITIONS:
-        return []
-    width = -(-len(seconds) // MAX_POSITIONS)
-    return [
-        [num_prompt_tokens + 1 + at, statistics.median(seconds[at : at + width])]
-        for at in range(0, len(seconds), width)
-    ]
 
 
 def is_steady(seconds: Sequence[float], tolerance: float = 0.1) -> bool:

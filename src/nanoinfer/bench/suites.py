@@ -26,8 +26,6 @@ class Options:
     """A case that has been timed for this long gets no further round; every case gets one."""
     vary_prompts: bool = False
     """Every round has prompts of its own, the same for all cases of a shape."""
-    breakdown: bool = False
-    """Also profile the parts of a step: our engines, where their rounds fit max_case_sec."""
     verify: bool = False
     """Our engines: compare logits with float32's before timing, and measure the cost of verifying 5 tokens."""
     budget_sec: float = math.inf
@@ -66,30 +64,6 @@ def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool
     rungs = [(engine, "float32", q) for engine in engines for q in (None, *ENGINES[engine].quantizations)]
     shape = Case(engines[-1], model, prompt_tokens=32, output_tokens=8 if quick else 16)
     return [case for b in batches for case in _in_formats(replace(shape, batch=b), rungs)]
-
-
-def _kv_cache(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    best = engines[-1]
-    room = config.block_size - 16
-    sizes = (100,) if quick else (200, 400, 800)
-    dtypes = ("float32", "bfloat16") if quick else ("float32", "bfloat16", "float16")
-    shapes = [Case(best, model, d, prompt_tokens=8, output_tokens=min(n, room)) for n in sizes for d in dtypes]
-    if not quick:
-        shapes.append(Case(best, model, batch=10, prompt_tokens=8, output_tokens=min(1000, room)))
-    return [replace(c, backend=name) for c in shapes for name in ("nanogpt", best)]
-
-
-def _long(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    tokens = 96 if quick else config.block_size + config.block_size // 4
-    return [Case(engine, model, prompt_tokens=8, output_tokens=tokens) for engine in engines]
-
-
-def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    best = Case(engines[-1], model, prompt_tokens=32, output_tokens=32 if quick else 100)
-    batches = (8,) if quick else (1, 8, 32)
-    cases = [replace(best, backend=name, batch=b) for b in batches for name in ("nanogpt", *engines)]
-    drafts = [replace(best, draft=draft) for draft in _drafts(model, config)]
-    return [c for c in cases if c.batch == 1] + drafts + [c for c in cases if c.batch > 1]
 
 
 def _drafts(model: str, config: ModelConfig) -> list[str]:
@@ -141,9 +115,8 @@ def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
 
 _PEERS: list[_Format] = [
     *((f"transformers-{cache}", dtype, None) for cache in ("dynamic", "static") for dtype in ("float32", "bfloat16")),
-    *(("ctranslate2", "float32", q) for q in (None, "int8")),
     ("llama.cpp", "float32", None), ("llama.cpp", "bfloat16", None),
-    *((name, "float32", q) for name in ("llama.cpp", "ik_llama.cpp") for q in ("Q8_0", "Q4_0")),
+    *(("llama.cpp", "float32", q) for q in ("Q8_0", "Q4_0")),
     *((name, "bfloat16", q) for name in ("openvino", "vllm") for q in (None, "int8", "int4")),
 ]  # fmt: skip
 
@@ -192,7 +165,7 @@ _GPU_BEST: list[_Format] = [(name, "bfloat16", None) for name in ("cuda_graph", 
 _GPU_SMALL: list[_Format] = [("triton", "bfloat16", q) for q in ("int8", "int4")]
 _GPU_SLOW: list[_Format] = [(name, "bfloat16", None) for name in ("compiled", "transformers-static")]
 _GPU_PLAIN: list[_Format] = [(name, "bfloat16", None) for name in ("static", "transformers-dynamic")]
-_GPU_HALF = [*_GPU_BEST, *_GPU_PLAIN, *_GPU_SMALL, *_GPU_SLOW, ("nanogpt", "bfloat16", None)]
+_GPU_HALF = [*_GPU_BEST, *_GPU_PLAIN, *_GPU_SMALL, *_GPU_SLOW, ("recompute", "bfloat16", None)]
 _GPU_EXACT: list[_Format] = [(name, "float32", None) for name in ("static", "cuda_graph", "triton")]
 
 
@@ -215,10 +188,7 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
 
 
 SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: docs/benchmarks.md
-    "ladder": Suite("recompute", _ladder, Options(breakdown=True)),
-    "kv-cache": Suite("nanogpt", _kv_cache, Options(rounds=2)),
-    "long": Suite("recompute", _long, Options(rounds=1)),
-    "throughput": Suite("nanogpt", _throughput),
+    "ladder": Suite("recompute", _ladder),
     "peers": Suite("transformers-dynamic", _peers),
     "serving": Suite(BEST_PEER, _serving),
     "speculative": Suite(  # acceptance depends on the passage: all count

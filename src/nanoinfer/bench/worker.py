@@ -6,7 +6,7 @@ A request is one line of JSON on stdin, its answer one on stdout:
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
     {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
                                                                "peak_memory_bytes": ..., "speculation": null}}
-    {"do": "breakdown"}  launches, logits, verify: engines -> {"answer": {"attention": ...}}
+    {"do": "verify"}     launches, logits, verify: engines -> {"answer": 1.07}
     any failure                                            -> {"error": "one line"}
 
 A run's case may differ from the loaded one in its sizes and its draft; `seed` chooses other prompts. The process ends

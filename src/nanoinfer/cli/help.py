@@ -71,7 +71,6 @@ TOPICS: dict[str, dict[str, str]] = {
         "Output": "overflow slide_stride trace as_json logprobs prompt_logprobs",
         "Engine and memory": _ENGINE,
     },
-    "roofline": {"Speculative decoding": "draft acceptance"},
     "train": {
         "Initial model and target": "init distill distill_tokens tokenizer vocab_size",
         "Shape of a new model": "n_layer n_head n_embd block_size bias dropout",

@@ -300,7 +300,6 @@ def roofline(model: str, as_json: bool, question: Question) -> None:
         nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
         nanoinfer roofline gpt2 --dtype int8                # measures this machine
         nanoinfer roofline model.gguf                       # the file's own formats
-        nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
         nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
     """
     from nanoinfer.engines.devices import resolve_device
@@ -339,8 +338,6 @@ def _show_roofline(r: dict[str, Any]) -> None:
         f" of {g['num_prompt_tokens']:,}\n  ({si(g['cached_sec'], 's')} against {si(g['naive_sec'], 's')});"
         f" {g['cached_over_naive_last_step']:,.2f} times for the last token alone"
     )
-    if "speculation" in r:
-        _print_speculation(console, r["speculation"])
 
 
 def _costs(step: dict[str, Any]) -> Table:
@@ -367,33 +364,6 @@ def _print_step(console: Any, step: dict[str, Any], bandwidth: float) -> None:
             f"the caches hold some of the bytes: {si(step['bandwidth_bytes_per_sec'], 'B/s')},"
             f" ridge at {step['ridge_flops_per_byte']:,.1f} FLOP/B"
         )
-
-
-def _print_speculation(console: Any, s: dict[str, Any]) -> None:
-    """Print what the draft costs, and the best number of speculated tokens."""
-    console.print(
-        f"\nspeculation with {s['draft']}: a draft step takes {si(s['draft_step_sec'], 's')},"
-        f" {s['draft_cost']:.4f} of a target step\n({s['draft_bytes_over_target']:.4f} of its bytes,"
-        f" {s['draft_flops_over_target']:.4f} of its FLOPs); verifying {s['verify_num_tokens']} tokens costs"
-        f" {s['verify_cost']:.3f} steps"
-    )
-    table = report_table()
-    for column in ("acceptance", "bonus token", "best k", "tokens a round", "speed-up"):
-        table.add_column(column, justify="left" if column == "bonus token" else "right")
-    for row in s["best"]:
-        k = row["speculate_k"]
-        table.add_row(
-            f"{row['acceptance']:g}",
-            "yes" if row["bonus"] else "no",
-            f"{k}" + (" (the limit)" if k and k == s["max_k"] else ""),
-            f"{row['tokens_per_round']:.2f}",
-            f"{row['speedup']:.2f}",
-        )
-    console.print(table)
-    console.print(
-        "best k = 0: speculation is not faster. Acceptance, greedy: how often the most\n"
-        "likely tokens of both agree; sampled: the sum of min(p, q) over the vocabulary."
-    )
 
 
 def _fits(fits: bool | None, limit: int | None) -> str:

@@ -42,8 +42,6 @@ PREFILL_TOKENS = 2048  # about the prompt tokens per step, while other sequences
 # cudaLaunchKernel, cudaLaunchKernelExC, cudaLaunchCooperativeKernel, cuLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch
 _LAUNCH = re.compile(r"cu(da)?(Launch\w*Kernel|GraphLaunch)")
 _NO_KERNEL = re.compile(r"(Memcpy|Memset)\b")
-OTHERS = "everything else"
-_NAMED = (sp.MATRIX_PRODUCTS, sp.ATTENTION, sp.OUTPUT_HEAD, sp.SAMPLING)
 _RUNTIME = re.compile(r"cu(da)?[A-Z]|Activity Buffer|Buffer Flush|Lazy Function")  # events that are not operators
 
 
@@ -298,43 +296,6 @@ def profile(
         tells_apart=sp.tells_apart(spans, llm.config),
         waited_sec=plain.waited_sec,
     )
-
-
-def breakdown_percent(
-    llm: LLM,
-    *,
-    batch: int = 1,
-    prompt_tokens: int = 32,
-    output_tokens: int = 17,
-    params: SamplingParams | None = None,
-) -> dict[str, float]:
-    """Return the share of five parts in the time of decoding, 100 in total. `llm` must be idle.
-
-    Prompts are random tokens. The first output token is sampled in prefill and not measured. `params`, without its
-    max_tokens and ignore_eos, has the sampling; None is greedy.
-
-    Raises:
-        NanoinferError: no token was generated in the measured part, or the engine's parts cannot be distinguished.
-    """
-    asked = replace(params or SamplingParams(temperature=0), max_tokens=output_tokens, ignore_eos=True)
-    job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), asked, decode_only=True), parts=_NAMED)
-    job.warm_up()
-    spans = sp.Spans()
-    if llm.device == "cpu":
-        job.run(spans)
-        seconds = spans.seconds
-    else:
-        plain = job.run()
-        recorder, spans, _ = job.recorded()
-        seconds = _kernel_seconds(list(recorder.events()), plain.seconds)
-    if not sp.tells_apart(spans, llm.config):
-        raise NanoinferError(
-            f"engine={llm.engine_name!r} runs the model in one call, so its time cannot be divided into parts: use"
-            " another engine"
-        )
-    total = sum(seconds.values())
-    percent = {part: 100 * seconds[part] / total for part in _NAMED}
-    return percent | {OTHERS: max(0.0, 100 - sum(percent.values()))}
 
 
 def _operators(events: list[Any], wall_sec: float, on_cpu: bool) -> list[ProfileRow]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
-from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
+from nanoinfer.roofline.arithmetic import Cost, StepCost, kv_cache_layer
+from nanoinfer.roofline.formats import FORMATS, int4
 from nanoinfer.roofline.measure import DEVICES, MEASURE, find_device
-from nanoinfer.roofline.predict import MAX_SPECULATE_K, Setting, generation, predict, prompt_length
+from nanoinfer.roofline.predict import Setting, generation, prompt_length
 from nanoinfer.roofline.shapes import find_model
 from nanoinfer.utils.checks import bounded, keep_fields, require_choice
 
-ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
 
 
@@ -32,18 +31,12 @@ class Question:
     dtype: str = "auto"
     """Format of the weights: float32, bfloat16, float16, int8, int4, or one of GGUF files (Q4_K); auto is that of the
     file, or the usual one on the device."""
-    draft: str | None = None
-    """Draft model for speculative decoding."""
-    acceptance: float | None = bounded(None, 0.0, 1.0)
-    """Probability that a draft token is accepted (default: a table of several)."""
     new_tokens: int | None = bounded(None, 1)
     """Tokens to generate in the comparison with and without a KV cache (default: half of context)."""
 
     def __post_init__(self) -> None:
         keep_fields(self)
         require_choice("dtype", self.dtype, ("auto", *FORMATS))
-        if self.acceptance is not None and self.draft is None:
-            raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
 
 
 def answer(model: str, question: Question, local_device: str = "cpu") -> dict[str, Any]:
@@ -61,13 +54,12 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     N = _context(model, config, question.context or config.block_size)
     num_new = question.new_tokens or max(1, N // 2)
     prompt_length(N, num_new)
-    draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
     fmt = ceiling.resolve_format(question.dtype, stored)
     if fmt is FORMATS["int4"] and ceiling.name not in DEVICES and local_device == "cpu":  # that of `triton` is as it is
         fmt = int4(config)
     setting = Setting(config, fmt, ceiling, question.batch, N)
-    result = {
+    return {
         "model": model,
         "shape": asdict(config),
         "device": asdict(ceiling),
@@ -81,9 +73,6 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         "memory": _memory(setting),
         "generation": _generation(setting, num_new),
     }
-    if draft is not None:
-        result["speculation"] = _speculation(setting, question, draft)
-    return result
 
 
 def _context(name: str, config: ModelConfig, context: int) -> int:
@@ -94,18 +83,6 @@ def _context(name: str, config: ModelConfig, context: int) -> int:
             f" {config.block_size}"
         )
     return context
-
-
-def _draft(name: str, target: ModelConfig, N: int) -> tuple[ModelConfig, WeightFormat | None]:
-    """Return the draft model's config and format. Raises NanoinferError if the draft does not match the target."""
-    config, stored = find_model(name)
-    _context(f"the draft {name}", config, N)
-    if config.vocab_size != target.vocab_size:
-        raise NanoinferError(
-            f"draft={name!r} has a vocabulary of {config.vocab_size} tokens, the model one of {target.vocab_size}:"
-            " use a draft with the same tokenizer"
-        )
-    return config, stored
 
 
 def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
@@ -165,31 +142,3 @@ def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
     g = generation(setting, num_new)
     naive, cached = (setting.predict(cost).seconds for cost in (setting.prefill, setting.decode))
     return asdict(g) | {"cached_over_naive": g.naive_sec / g.cached_sec, "cached_over_naive_last_step": naive / cached}
-
-
-def _speculation(
-    setting: Setting, question: Question, draft: tuple[ModelConfig, WeightFormat | None]
-) -> dict[str, Any]:
-    """Return the draft's cost relative to the target's, and the best number of proposals for each acceptance rate."""
-    target = setting.predict(setting.decode)
-    fmt = draft[1] if question.dtype == "auto" and draft[1] else replace(setting.fmt, matrices={})
-    step = predict(decode(draft[0], fmt), setting.ceiling, fmt, setting.B, setting.N)
-    draft_cost = step.seconds / target.seconds
-    max_k = min(MAX_SPECULATE_K, setting.N - 1)
-    rows = []
-    for acceptance in ACCEPTANCES if question.acceptance is None else (question.acceptance,):
-        for bonus in (True, False):
-            best = setting.best_speculation(acceptance, step.seconds, bonus=bonus, max_k=max_k)
-            rows.append({"acceptance": acceptance, "bonus": bonus, **asdict(best)})
-    num_tokens = min(5, setting.N)
-    return {
-        "draft": question.draft,
-        "draft_step_sec": step.seconds,
-        "draft_flops_over_target": step.flops / target.flops,
-        "draft_bytes_over_target": step.bytes / target.bytes,
-        "draft_cost": draft_cost,
-        "max_k": max_k,
-        "verify_num_tokens": num_tokens,
-        "verify_cost": setting.verify_sec(num_tokens) / target.seconds,
-        "best": rows,
-    }

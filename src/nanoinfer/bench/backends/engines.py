@@ -65,14 +65,6 @@ class EngineBackend:
         totals = {name: sum(getattr(made, name) for made in self._speculation) for name in names}
         return totals | {"draft_share": max((made.draft_share for made in self._speculation), default=0.0)}
 
-    def breakdown(self) -> dict[str, float]:
-        """Return the shares of a decode step's time in percent."""
-        from nanoinfer.profiling.profiler import breakdown_percent
-
-        case = self._case
-        params = case.params(17)  # one token from the prompt, 16 decoded
-        return breakdown_percent(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
-
     def launches(self) -> dict[str, float]:
         """Return the fields of `launches.Launches` for a decode step on a GPU."""
         from nanoinfer.profiling.profiler import measure_launches

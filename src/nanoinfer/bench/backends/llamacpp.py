@@ -1,4 +1,4 @@
-"""llama.cpp and ik_llama.cpp through their C interfaces, one llama_decode a step for all sequences; export to GGUF.
+"""llama.cpp through its C interface, one llama_decode a step for all sequences; export to GGUF.
 
 All prompts are read first, in batches of n_batch tokens; then every step holds one token of each sequence that lacks
 any. Each sequence has its own part of the KV cache (`kv_unified` off, the default), as long as the case's longest.
@@ -6,11 +6,6 @@ Keys and values are float32 in a float32 case, so that its tokens can be compare
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
 candidates, which takes longer. `gguf/export.py` writes the float32 file; llama.cpp's own quantizer makes the other
 types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
-
-ik_llama.cpp is a fork with CPU kernels of its own, on the same files. Its interface is an older one of llama.cpp's:
-`_ik_library` gives it the names that `LlamaCpp` calls. Settings are those that its documentation recommends for CPUs:
-tensors repacked at loading (`-rtr`), flash attention. The wheel of ik-llama-cpp-python uses AVX2; a build from source
-with `CMAKE_ARGS=-DGGML_NATIVE=ON` uses what the CPU has.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,11 +31,6 @@ _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
 _FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # which are exported
-_IK_NAMES = (
-    "llama_backend_init", "llama_model_default_params", "llama_context_default_params", "llama_model_load_from_file",
-    "llama_init_from_model", "llama_batch_init", "llama_decode",
-)  # fmt: skip
-_GGML_TYPE_F32 = 0
 
 _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
@@ -55,23 +44,21 @@ def file_type(case: Case) -> str:
 class LlamaCpp:
     """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
 
-    name = "llama.cpp"
-
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
-        self._lib = lib = self._open()
+        _silence()
+        self._lib = lib = require_module("llama_cpp")
         config = huggingface.read_config(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
-        if case.batch > (most := lib.llama_max_parallel_sequences()):
-            raise NanoinferError(f"{self.name}: batch={case.batch} is more than the {most} sequences of one context")
+        if case.batch > (limit := lib.llama_max_parallel_sequences()):
+            raise NanoinferError(f"llama.cpp: batch={case.batch} is more than the {limit} sequences of one context")
         path = self.export(case, weights)
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0
         params = lib.llama_context_default_params()
-        self._tune(options, params)
         if not (model := lib.llama_model_load_from_file(bytes(path), options)):
-            raise NanoinferError(f"{self.name} cannot load {path}")
+            raise NanoinferError(f"llama.cpp cannot load {path}")
         params.n_seq_max = case.batch
         params.n_ctx = case.batch * self._capacity
         params.n_threads = params.n_threads_batch = num_cpus()
@@ -79,21 +66,11 @@ class LlamaCpp:
             params.type_k = params.type_v = lib.GGML_TYPE_F32
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
-            raise NanoinferError(f"{self.name} has no memory for {case.batch} sequences of {self._capacity} tokens")
+            raise NanoinferError(f"llama.cpp has no memory for {case.batch} sequences of {self._capacity} tokens")
         self._memory = lib.llama_get_memory(self._context)
         self._n_batch = int(lib.llama_n_batch(self._context))
         self._n_vocab = config.vocab_size
         self._batch = lib.llama_batch_init(self._n_batch, 0, 1)
-
-    @staticmethod
-    def _open() -> Any:
-        """Return the library, by llama.cpp's names."""
-        _silence()
-        return require_module("llama_cpp")
-
-    @staticmethod
-    def _tune(model: Any, context: Any) -> None:
-        """Change the default parameters of model and context: llama.cpp's are kept."""
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
@@ -103,7 +80,7 @@ class LlamaCpp:
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is when it has been sampled from its step's logits."""
         recorder = Recorder(requests)
-        require_room(self.name, requests.longest, self._capacity)
+        require_room("llama.cpp", requests.longest, self._capacity)
         self._lib.llama_memory_clear(self._memory, False)
         entries = [
             (token, pos, i, pos == len(prompt) - 1)
@@ -132,7 +109,7 @@ class LlamaCpp:
             batch.n_seq_id[j], batch.seq_id[j][0] = 1, seq
             batch.logits[j] = needed
         if code := self._lib.llama_decode(self._context, batch):
-            raise NanoinferError(f"{self.name}: llama_decode of {len(entries)} tokens returned {code}")
+            raise NanoinferError(f"llama.cpp: llama_decode of {len(entries)} tokens returned {code}")
         outputs = [seq for _, _, seq, needed in entries if needed]
         if not outputs:
             return []
@@ -182,52 +159,3 @@ def _quantize(source: Path, path: Path, kind: str) -> None:
     params.nthread = num_cpus()
     if code := llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)):
         raise NanoinferError(f"{source} cannot be quantized to {kind}: llama.cpp's quantizer returned {code}")
-
-
-class IkLlamaCpp(LlamaCpp):
-    """A model of ik_llama.cpp."""
-
-    name = "ik_llama.cpp"
-
-    @staticmethod
-    def export(case: Case, weights: Path) -> Path:
-        """Return the GGUF file for a case, the same as llama.cpp's."""
-        if file_type(case) == "F32":
-            raise NanoinferError("ik_llama.cpp has no float32 cache, so its tokens cannot be compared: use bfloat16")
-        if huggingface.read_config(weights / "config.json").is_gpt2:
-            raise NanoinferError("ik_llama.cpp cannot run GPT-2: it expects an untied head and reads no epsilon")
-        return LlamaCpp.export(case, weights)
-
-    @staticmethod
-    def _open() -> Any:
-        return _ik_library()
-
-    @staticmethod
-    def _tune(model: Any, context: Any) -> None:
-        model.repack_tensors, model.use_mmap = True, False
-        context.flash_attn = True
-
-
-@functools.cache
-def _ik_library() -> SimpleNamespace:
-    """Return the library with llama.cpp's names."""
-    api = require_module("ik_llama_cpp._ctypes_api")
-    lib = require_module("ik_llama_cpp._lib_loader").load_shared_ik_library()
-    lib.llama_get_logits.restype = ctypes.POINTER(ctypes.c_float)
-    lib.llama_n_batch.restype = ctypes.c_uint32
-    lib.llama_kv_cache_seq_rm.restype = ctypes.c_bool
-    lib.llama_kv_cache_seq_rm.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
-    for name in ("llama_get_logits", "llama_n_batch"):
-        getattr(lib, name).argtypes = [ctypes.c_void_p]
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
-    lib.llama_log_set(callback, None)
-    return SimpleNamespace(
-        **{name: getattr(api, name) for name in _IK_NAMES},
-        GGML_TYPE_F32=_GGML_TYPE_F32,
-        llama_get_logits=lib.llama_get_logits, llama_n_batch=lib.llama_n_batch,
-        llama_max_parallel_sequences=lambda: 1 << 16,  # it has no limit of its own
-        llama_get_memory=lambda context: context,
-        llama_memory_clear=lambda context, data: api.llama_kv_cache_clear(context),
-        llama_memory_seq_rm=lib.llama_kv_cache_seq_rm,
-        log_callback=callback,  # the library keeps a pointer to it
-    )  # fmt: skip

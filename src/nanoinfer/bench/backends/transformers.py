@@ -1,13 +1,7 @@
-"""Loops in PyTorch: nanoGPT's, the naive backend, and Hugging Face transformers' `generate`.
+"""Hugging Face transformers' `generate`, with its growing cache or with its static one.
 
-nanoGPT computes the whole prefix of the whole batch again for every token: the loop of `Transformer.generate`
-(karpathy/nanoGPT: model.py), on our reference model: crop to block_size, run everything, keep the logits of the last
-position, sample greedily, append. Weights are in nanoGPT's layout, (out, in) row by row. A batch needs equal lengths,
-as it does there: unequal ones run one after the other.
-
-transformers runs with its growing cache, or with its static one. Prompts of unequal length are padded on the left, as
-its documentation says. A batch runs until its longest request has its tokens, as `generate` does; each sequence is
-counted with the tokens requested for it and no more.
+Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest request has
+its tokens, as `generate` does; each sequence is counted with the tokens requested for it and no more.
 """
 
 from __future__ import annotations
@@ -20,47 +14,9 @@ import torch
 from nanoinfer.bench.backends import Recorder, require_case, require_module, require_room
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.checkpoints.gpt_loading import load_gpt
-from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.profiling.checks import synchronize
-
-
-class NanoGPT:
-    """The reference model, and the loop."""
-
-    def __init__(self, case: Case, weights: Path) -> None:
-        require_case(case, dtypes=DTYPES)
-        self._device = resolve_device(case.device)
-        opened = open_folder(weights, resolve_dtype(case.dtype, self._device))
-        model, self._config = load_gpt(opened), opened.config
-        for p in model.parameters():
-            p.data = p.data.contiguous()
-        self._model = model.to(self._device)
-
-    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
-        """Generate; a token has arrived when it is on the CPU."""
-        synchronize(self._device)  # nothing of the previous run is still running
-        recorder = Recorder(requests)
-        sizes = {(len(p), n) for p, n in zip(requests.prompts, requests.output_tokens, strict=True)}
-        group = len(requests.prompts) if len(sizes) == 1 else 1
-        for first in range(0, len(requests.prompts), group):
-            self._generate(requests.prompts[first : first + group], requests.output_tokens[first], first, recorder)
-        return recorder.result()
-
-    @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]], num_tokens: int, first: int, recorder: Recorder) -> None:
-        """Generate for prompts of one length, which are the sequences from `first` on."""
-        idx = torch.tensor(prompts, device=self._device)  # (B, T)
-        for _ in range(num_tokens):
-            window = idx[:, -self._config.block_size :]
-            pos = torch.arange(window.shape[1], device=self._device)
-            x = self._model.hidden(window, pos)[:, -1]  # (B, C)
-            new = self._model.lm_head(x).argmax(-1, keepdim=True)  # (B, 1)
-            idx = torch.cat((idx, new), dim=1)
-            for i, token in enumerate(new[:, 0].tolist(), first):
-                recorder.add(i, [token])
 
 
 class _Streamer:

@@ -1,1 +1,0 @@
-"""The report of `nanoinfer bench`: `page.write_report`."""
