@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, AnswerFormat
 
 FORMATS = (
     JSON_IN_MARKERS,
-    PYTHON_IN_MARKERS,
     HARMONY,
-    AnswerFormat(before_name='{"name": "', after_name='", "parameters": ', after_arguments="}", name_key="name",
-                 arguments_key="parameters", parallel=False),
+    AnswerFormat(before_name='{"name": "', after_name='", "parameters": ', after_arguments="}",
+                 parallel=False),
     AnswerFormat(trigger="[CALLS]", calls_start="[CALLS][", calls_end="]", separator=", ", before_name='{"name": "',
-                 after_name='", "arguments": ', after_arguments=f', "id": "{ID}"}}', name_key="name",
-                 arguments_key="arguments"),
+                 after_name='", "arguments": ', after_arguments=f', "id": "{ID}"}}'),
     AnswerFormat(reasoning_start="<think>", reasoning_end="</think>", trigger="<calls>", calls_start="<calls>",
                  calls_end="</calls>", separator="\n", before_name="<call>", after_name="\n```json\n",
                  after_arguments="\n```</call>"),
-    AnswerFormat(content_start=">>>all", trigger=">>>", before_name=">>>", after_name="\n", opened=">>>"),
     AnswerFormat(reasoning_start="<think>", reasoning_end="</think>", trigger="<call>", separator="\n",
                  before_name="<call>\n<f=", after_name=">", after_arguments="\n</f>\n</call>", notation="tagged",
                  before_key="\n<p=", after_key=">\n", after_value="\n</p>"),
     AnswerFormat(reasoning_start="<|ch>", reasoning_end="<ch|>", trigger="<|call>", before_name="<|call>call:",
                  after_arguments="<call|>", notation="gemma"),
-    AnswerFormat(calls_start="[", after_name="(", after_arguments=")", separator=", ", calls_end="]", notation="python"),
 )  # fmt: skip
 PIECES = ("", "<call>", "</call>", "[", "]", "{", "}", '"', "\n", " ", "<think>", "</think>", "(", ")", ", ", "<|a|>",
           '{"name": "', '", "arguments": ', ID, "\u00e9", "aaaa", "<", ">")  # fmt: skip

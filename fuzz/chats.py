@@ -20,7 +20,7 @@ from mutate import mutate_bytes, mutate_json
 
 from nanoinfer import NanoinferError
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.format import AnswerFormat, detect
+from nanoinfer.inputs.answers.format import AnswerFormat, detect, markers
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
@@ -102,7 +102,7 @@ def run_answer(data: bytes, folder: Path) -> None:
     tools = () if c.odd(4) else TOOLS
     options: dict[str, Any] = {"starts_in_reasoning": c.odd(4), "constrained": c.odd(3)}
     sizes = [c.pick((1, 1, 2, 3, 7, 50, 10_000)) for _ in range(1 + c.number(4))]
-    own = [text for name in _FIELDS for text in format.spellings(name)]
+    own = [text for name in _FIELDS if (text := getattr(format, name))]
     parts: list[str] = []
     while c and len(parts) < 60:
         part = c.pick(own) if c.odd(2) and own else c.pick(MARKUP)
@@ -123,13 +123,12 @@ def check_answer(
         assert isinstance(json.loads(call.arguments), dict), "arguments are no object"
     if format.has_headers:  # its markers are others than the fields, and a header that is none is content
         return
-    starts = {text.strip() for text in format.spellings("reasoning_start")}
-    ends = {text.strip() for text in format.spellings("reasoning_end")} - {""}
-    begins = [format.before_name, *format.spellings("trigger")]  # a marker that begins a call does not end reasoning
+    starts, ends = markers(format.reasoning_start), markers(format.reasoning_end)
+    begins = [format.before_name, format.trigger, format.inner_trigger]  # what begins a call does not end reasoning
     separate = [end for end in ends if not any(end in text for text in begins)]
     assert not any(end in (message.reasoning or "") for end in separate), "reasoning has its end marker"
     spoken = starts | ends  # of which one in a text is content
-    dropped = {text.strip() for name in ("content_start", "content_end") for text in format.spellings(name)} - {""}
+    dropped = markers(format.content_start, format.content_end)
     dropped = {text for text in dropped if not any(text in marker for marker in spoken)}
     if not tools:
         assert not any(marker in (message.content or "") for marker in dropped), "content has a marker"
@@ -139,9 +138,9 @@ def run_template(data: bytes, folder: Path) -> None:
     """Find the format of a chat template; read an answer of its markers, and make its grammars."""
     source = data.decode(errors="replace")
     found = detect(ChatTemplate(source, {"eos_token": "<|end|>"}), ("<|end|>",), ("<|tool_call_start|>",))
-    markers = [text for name in _FIELDS for text in found.spellings(name)]
+    pieces = [text for name in _FIELDS if (text := getattr(found, name))]
     call = f"{found.calls_start}{found.before_name}{TOOL['function']['name']}{found.after_name}"
-    text = "".join([*markers, call, '{"a": 1}', found.after_arguments, found.calls_end, "a", *reversed(markers)])
+    text = "".join([*pieces, call, '{"a": 1}', found.after_arguments, found.calls_end, "a", *reversed(pieces)])
     for constrained in (False, True):
         check_answer(found, TOOLS, text[:MAX_TEXT], (1, 3), {"starts_in_reasoning": False, "constrained": constrained})
     for choice in ("auto", "required"):

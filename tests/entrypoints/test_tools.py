@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from helpers.answers import TEMPLATES
 from helpers.chat import HI
 from helpers.errors import refuses
-from helpers.tools import TWO, check_call, random_object, tool, tools_folder
+from helpers.tools import TWO, check_call, random_object, tools_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.outputs import CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 
@@ -53,30 +52,6 @@ def test_calls_that_are_required_match_their_schemas(llm: LLM, choice: Any) -> N
         names.add(call.name)
     wanted = {"required": {"add", "weather"}, "weather": {"weather"}}
     assert names <= wanted.get(choice if isinstance(choice, str) else "", {"add"})
-
-
-def test_a_call_that_repeats_an_earlier_one_ends_the_answer(llm: LLM) -> None:
-    """Else a model that must call, and knows of nothing else to call, calls until max_tokens."""
-    tools = [tool("ping", {}), tool("set", {"on": {"type": "boolean"}})]
-    params = SamplingParams(temperature=1.0, seed=2, max_tokens=800, n=8, logit_bias={llm.model.end_token_ids[0]: -8.0})
-    options: dict[str, Any] = {"tools": tools, "tool_choice": "required", "enable_thinking": False}
-    outputs = llm.chat(HI, params, **options)[0].outputs
-    for o in outputs:
-        assert o.message is not None
-        calls = [(call.name, call.arguments) for call in o.message.tool_calls]
-        assert (o.finish_reason, o.stop_reason, len(calls)) == ("stop", None, len(set(calls)))
-        assert o.text.count("<tool_call>") == len(calls) + 1
-    assert {len(o.message.tool_calls) for o in outputs if o.message is not None} >= {1, 2}
-
-    async def deltas() -> list[Any]:
-        engine = AsyncLLM.from_llm(llm)
-        stream = engine.chat(HI, params, output_kind="delta", **options)
-        found = [d for output in [o async for o in stream] for c in output.outputs for d in c.message_deltas or ()]
-        engine.shutdown()
-        return found
-
-    begun = [d for d in asyncio.run(deltas()) if isinstance(d, CallDelta) and d.name is not None]
-    assert len(begun) == sum(len(o.message.tool_calls) for o in outputs if o.message is not None)
 
 
 def test_text_without_a_call_is_content(llm: LLM) -> None:
@@ -236,16 +211,13 @@ def test_a_structured_answer_follows_the_reasoning(llm: LLM) -> None:
 
 
 def test_a_continued_message_begins_where_it_ended(llm: LLM) -> None:
-    """Within its reasoning, or without the marker that a template writes before an answer."""
+    """Within its reasoning."""
     params = SamplingParams(seed=2, max_tokens=80, structured_outputs={"choice": ["yes", "no"]})  # type: ignore[arg-type]
     options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     last: dict[str, Any] = {"role": "assistant", "content": None, "reasoning": "Hm"}
     (output,) = llm.chat([*HI, last], params, thinking_token_budget=6, **options)
     assert str(output.prompt).endswith("<think>\nHm")
     assert message(output).reasoning
-    assert message(output).content in ("yes", "no")
-    (output,) = llm.chat([*HI, {**last, "content": "Well"}], params, chat_template=TEMPLATES["recipients"], **options)
-    assert str(output.prompt).endswith(">>>all\nWell")
     assert message(output).content in ("yes", "no")
 
 

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from nanoinfer.inputs.answers.format import (
-    COUNT,
-    HARMONY,
-    ID,
-    JSON_IN_MARKERS,
-    PYTHON_IN_MARKERS,
-    STRING_MARK,
-    AnswerFormat,
-)  # fmt: skip
+from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.lark import gemma_text
 from nanoinfer.inputs.messages import Tool
 
 THINK = {"reasoning_start": "<think>", "reasoning_end": "</think>"}
 FORMATS = {
     "hermes": JSON_IN_MARKERS,
     "llama": AnswerFormat(
-        before_name='{"name": "', after_name='", "parameters": ', after_arguments="}", name_key="name",
-        arguments_key="parameters", parallel=False,
+        before_name='{"name": "', after_name='", "parameters": ', after_arguments="}", parallel=False,
     ),
     "nemo": AnswerFormat(
         trigger="[TOOL_CALLS]", calls_start="[TOOL_CALLS][", calls_end="]", separator=", ", before_name='{"name": "',
-        after_name='", "arguments": ', after_arguments=f', "id": "{ID}"}}', name_key="name", arguments_key="arguments",
+        after_name='", "arguments": ', after_arguments=f', "id": "{ID}"}}',
     ),
     "mistral": AnswerFormat(
         reasoning_start="[THINK]", reasoning_end="[/THINK]", trigger="[TOOL_CALLS]", before_name="[TOOL_CALLS]",
@@ -38,31 +28,24 @@ FORMATS = {
     "deepseek": AnswerFormat(
         **THINK, trigger="<｜calls▁begin｜>", calls_start="<｜calls▁begin｜>", calls_end="<｜calls▁end｜>",
         separator="\n", before_name="<｜call▁begin｜>function<｜sep｜>", after_name="\n```json\n",
-        after_arguments="\n```<｜call▁end｜>", null_content=True,
+        after_arguments="\n```<｜call▁end｜>", inner_trigger="<｜call▁begin｜>function<｜sep｜>", null_content=True,
     ),
-    "kimi": AnswerFormat(
-        **THINK, content_start="<|text|>", content_end="<|/text|>", trigger="<|section|>", calls_start="<|section|>",
-        calls_end="<|/section|>", before_name=f"<|invoke|>{ID}<|name|>functions.", after_name=f":{COUNT}<|args|>",
-        after_arguments="<|/invoke|>",
+    "command": AnswerFormat(
+        **THINK, content_start="<|text|>", content_end="<|/text|>", trigger="<|action|>", calls_start="<|action|>[\n",
+        calls_end="\n]<|/action|>", separator=",\n", before_name=f'{{"call_id": "{ID}", "tool": "',
+        after_name='", "parameters": ', after_arguments="}",
     ),
     "functionary": AnswerFormat(
         trigger="<function=", before_name="<function=", after_name=">", after_arguments="</function>",
     ),
-    "recipients": AnswerFormat(
-        content_start=">>>all", trigger=">>>", before_name=">>>", after_name="\n", opened=">>>", text_arguments=True,
-    ),
     "coder": AnswerFormat(
         **THINK, trigger="<tool_call>", separator="\n", before_name="<tool_call>\n<function=", after_name=">",
-        after_arguments="\n</function>\n</tool_call>", notation="tagged", before_key="\n<parameter=", after_key=">\n",
-        after_value="\n</parameter>",
+        after_arguments="\n</function>\n</tool_call>", inner_trigger="<function=", notation="tagged",
+        before_key="\n<parameter=", after_key=">\n", after_value="\n</parameter>",
     ),
     "glm": AnswerFormat(
         **THINK, trigger="<tool_call>", separator="\n", before_name="<tool_call>", after_arguments="\n</tool_call>",
         notation="tagged", before_key="\n<arg_key>", after_key="</arg_key>\n<arg_value>", after_value="</arg_value>",
-    ),
-    "lfm": PYTHON_IN_MARKERS,
-    "pythonic": AnswerFormat(
-        calls_start="[", after_name="(", after_arguments=")", separator=", ", calls_end="]", notation="python",
     ),
     "gemma": AnswerFormat(
         reasoning_start="<|channel>thought", reasoning_end="<channel|>", trigger="<|tool_call>",
@@ -115,21 +98,16 @@ TEMPLATES = {
         "{% set x = '</think>' %}",
         prompt="<think>\\n",
     ),
-    "kimi": template(
-        "{% if m.tool_calls %}{{ '<|section|>' }}{% set seen = [] %}{% for c in m.tool_calls %}{{ '<|invoke|>' + c.id +"
-        " '<|name|>functions.' + c.function.name ~ ':' ~ seen | length + '<|args|>' }}{% set _ = seen.append(c.id) %}"
-        "{{ (c.function.arguments | tojson) + '<|/invoke|>' }}{% endfor %}{{ '<|/section|>' }}{% endif %}",
+    "command": template(
+        "{% if m.tool_calls %}{{ '<|action|>[\\n' }}" + _CALLS + '{{ \'{"call_id": "\' + loop.index0 | string +'
+        ' \'", "tool": "\' + c.function.name + \'", "parameters": \' + (c.function.arguments | tojson) + \'}\' }}'
+        "{% if not loop.last %}{{ ',\\n' }}{% endif %}{% endfor %}{{ '\\n]<|/action|>' }}{% endif %}",
         _THINKING,
         content="'<|text|>' + m.content + '<|/text|>'",
     ),
     "functionary": template(
         _CALLS + "{{ '<function=' + c.function.name + '>' + (c.function.arguments | tojson) + '</function>' }}"
         "{% endfor %}"
-    ),
-    "recipients": template(
-        _CALLS + "{{ '>>>' + c.function.name + '\\n' + c.function.arguments }}{% endfor %}",
-        content="'>>>all\\n' + m.content",
-        prompt=">>>",
     ),
     "coder": template(
         _CALLS + "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n<function=' + c.function.name + '>' }}"
@@ -144,12 +122,6 @@ TEMPLATES = {
         "{{ '<think>' + (m.reasoning_content or '') + '</think>' }}",
         prompt="<think>",
     ),
-    "lfm": template(
-        "{% if m.tool_calls %}{{ '<|tool_call_start|>[' }}" + _CALLS + "{{ c.function.name + '(' }}{% for k, v in"
-        " c.function.arguments.items() %}{{ k + '=' + (v | tojson) }}{% if not loop.last %}{{ ', ' }}{% endif %}"
-        "{% endfor %}{{ ')' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
-        "{{ ']<|tool_call_end|>' }}{% endif %}"
-    ),
     "gemma": template(
         _CALLS + "{{ '<|tool_call>call:' + c.function.name + '{' }}{% for k, v in c.function.arguments | dictsort %}"
         "{{ k + ':' }}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% else %}{{ v | tojson }}{% endif %}"
@@ -158,14 +130,7 @@ TEMPLATES = {
     ),
     "harmony": "{{ '<|start|>assistant<|channel|>final<|message|>' }}",
 }
-DETECTED: dict[str, AnswerFormat] = {
-    name: replace(found, also=(), ignored=()) if name != "harmony" else found
-    for name, found in FORMATS.items()
-    if name in TEMPLATES
-} | {
-    "hermes": JSON_IN_MARKERS,
-    "lfm": PYTHON_IN_MARKERS,
-}
+DETECTED = {**FORMATS, "hermes": JSON_IN_MARKERS}
 """The formats that TEMPLATES have."""
 
 
@@ -177,15 +142,13 @@ def write_call(f: AnswerFormat, name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call as the model writes it, without what surrounds all calls."""
     if f.notation == "json":
         text = json.dumps(arguments, ensure_ascii=False)
-    elif f.notation == "python":
-        text = ", ".join(f"{key}={_python(value)}" for key, value in arguments.items())
     elif f.notation == "gemma":
-        text = _gemma(dict(arguments))
+        text = gemma_text(dict(arguments))
     else:
         raw = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
         text = "".join(f.before_key + key + f.after_key + value + f.after_value for key, value in raw.items())
     head, tail = f"{f.before_name}{name}{f.after_name}", f.after_arguments
-    return head.replace(ID, "abcdefghi").replace(COUNT, "0") + text + tail.replace(ID, "abcdefghi")
+    return head.replace(ID, "abcdefghi") + text + tail.replace(ID, "abcdefghi")
 
 
 def write(
@@ -196,21 +159,7 @@ def write(
     made += f"{f.content_start}\n{content}{f.content_end}" if content and f.content_start else content
     if calls:
         made += f.calls_start + f.separator.join(write_call(f, *call) for call in calls) + f.calls_end
-    return made.removeprefix(f.opened)
-
-
-def _python(value: Any) -> str:
-    return re.sub("'", "\\'", repr(value)) if isinstance(value, float) else repr(value)
-
-
-def _gemma(value: Any) -> str:
-    if isinstance(value, str):
-        return f"{STRING_MARK}{value}{STRING_MARK}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_gemma, value)) + "]"
-    return json.dumps(value)
+    return made
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from helpers.answers import DETECTED, TEMPLATES, template
-from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat, detect
+from nanoinfer.inputs.answers.format import JSON_IN_LIST, JSON_IN_MARKERS, AnswerFormat, detect
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 
 TURN_ENDS = ("<|end|>",)
@@ -18,16 +18,16 @@ def test_the_format_is_that_of_the_template(name: str) -> None:
     assert detect(ChatTemplate(TEMPLATES[name])) == DETECTED[name]
 
 
-def test_a_template_without_calls_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_format_of_a_template_without_calls(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "nanoinfer"):
-        found = detect(ChatTemplate(template("")))
-    assert found == AnswerFormat(**{**vars(JSON_IN_MARKERS), "reasoning_start": "", "reasoning_end": ""})
+        detected = detect(ChatTemplate(template("")))
+    assert detected == AnswerFormat(**{**vars(JSON_IN_MARKERS), "reasoning_start": "", "reasoning_end": ""})
     assert "renders no tool calls: they are expected as <tool_call>" in caplog.text
 
 
 def test_a_template_that_cannot_be_rendered_gives_the_last_resort() -> None:
-    found = detect(ChatTemplate("{{ raise_exception('no') }}"))
-    assert (found.trigger, found.reasoning_end) == ("<tool_call>", "")
+    detected = detect(ChatTemplate("{{ raise_exception('no') }}"))
+    assert (detected.trigger, detected.reasoning_end) == ("<tool_call>", "")
 
 
 def test_no_piece_has_a_part_of_a_probe() -> None:
@@ -38,7 +38,7 @@ def test_no_piece_has_a_part_of_a_probe() -> None:
 
 
 def test_special_tokens_tell_the_format_of_a_template_without_calls() -> None:
-    assert detect(ChatTemplate(template("")), special_tokens=["<|tool_call_start|>"]) == PYTHON_IN_MARKERS
+    assert detect(ChatTemplate(template("")), special_tokens=["<|tool_call|>"]) == JSON_IN_LIST
 
 
 def test_end_tokens_are_no_part_of_calls() -> None:
@@ -48,9 +48,9 @@ def test_end_tokens_are_no_part_of_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "found"),
+    ("prompt", "expected"),
     [("<|assistant|>\n", None), ("<|assistant|>\n<think>\n", True), ("a<think>\n\n</think>\n\n", False)],
 )
-def test_the_prompt_says_where_an_answer_begins(prompt: str, found: bool | None) -> None:
-    assert DETECTED["coder"].reasoning_of(prompt) is found
+def test_the_prompt_says_where_an_answer_begins(prompt: str, expected: bool | None) -> None:
+    assert DETECTED["coder"].reasoning_of(prompt) is expected
     assert DETECTED["functionary"].reasoning_of(prompt) is False

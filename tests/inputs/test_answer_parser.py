@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -71,8 +70,8 @@ def joined(deltas: Sequence[AnswerDelta]) -> ChatMessage:
 
 
 def markers(f: AnswerFormat) -> list[str]:
-    names = ("trigger", "reasoning_start", "reasoning_end", "content_start", "content_end")
-    return [text.strip() for name in names for text in f.spellings(name)] + [*f.ignored]
+    pieces = (f.trigger, f.reasoning_start, f.reasoning_end, f.content_start, f.content_end)
+    return [piece.strip() for piece in (*pieces, *f.ignored) if piece]
 
 
 CALLS = [
@@ -223,7 +222,6 @@ DAYS = "<parameter=days>\n3\n</parameter>\n"
             for parts in (
                 CITY + "</parameter>\n" + DAYS + "</function>\n",
                 CITY + "and the days:\n" + DAYS + "</function>\n",
-                CITY.removesuffix("</parameter>\n") + DAYS + "</function>\n",
                 CITY + DAYS + "</functions>\n",
             )
         ),
@@ -244,17 +242,11 @@ def test_a_malformed_call_is_content(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ('<tool_call>{"arguments":{"on":true},"name":"set"}</tool_call>', [("set", {"on": True})]),
-        ('<tool_call>{"id": 7, "name": "set"}</tool_call>', [("set", {})]),
-        ('<tool_call>\n{"name": "set", "parameters": "{\\"on\\": false}"}', [("set", {"on": False})]),
+        ('<tool_call>{"name" : "set" ,"arguments":{"on":true}}', [("set", {"on": True})]),
         ('<tool_call>\n{"name": "set", "arguments": {"a": "x\ny"}}', [("set", {"a": "x\ny"})]),
-        (
-            """<tool_call>{'name': 'set', 'arguments': {'a': ['x', "it's", 'it\\'s', None]}}""",
-            [("set", {"a": ["x", "it's", "it's", None]})],
-        ),
     ],
 )
-def test_other_json_than_the_template_writes_is_read(text: str, calls: list[tuple[str, Any]]) -> None:
+def test_other_white_space_than_the_template_writes_is_read(text: str, calls: list[tuple[str, Any]]) -> None:
     assert plain(parse(FORMATS["hermes"], text)[0]) == (None, None, calls)
 
 
@@ -283,18 +275,8 @@ def test_types_of_the_schema_decide_what_a_bare_value_is() -> None:
 
 
 def test_values_in_cdata_sections() -> None:
-    f = replace(FORMATS["coder"], cdata=True)
-    for value, expected in (
-        ("<![CDATA[<a>\n</parameter> </a>]]>", "<a>\n</parameter> </a>"),
-        ("<![CDATA[a", "<![CDATA[a"),
-    ):
-        text = (
-            f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        )
-        calls = [("get_weather", {"city": expected})] if "]]>" in value else []
-        assert plain(parse(f, text, range(len(text)), is_cut=False)[0])[2] == calls
-        constrained, _ = parse(f, text.replace("\n</parameter> ", ""), constrained=True)
-        assert plain(constrained)[2] == [("get_weather", {"city": expected.replace("\n</parameter> ", "")})]
+    text = write(FORMATS["coder"], [("get_weather", {"city": "<![CDATA[<a>\n</a>]]>"})])
+    assert plain(parse(FORMATS["coder"], text, range(len(text)))[0])[2] == [("get_weather", {"city": "<a>\n</a>"})]
 
 
 def test_reasoning_that_the_prompt_has_opened() -> None:

@@ -77,6 +77,7 @@ def check(case: tuple[str, tuple[Tool, ...]], o: CompletionOutput) -> bool:
     return True
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["shakespeare", "random weights"])
 def test_every_generated_call_parses_and_matches(model: str, tmp_path: Path) -> None:
     random_folder = chat_folder(tmp_path / "random", max_position_embeddings=512)

@@ -136,9 +136,6 @@ CUT = '{"city": "Tu'
         ("hermes", CUT, '"{\\"city\\": \\"Tu"'),
         ("coder", "", "<function=f>\n</function>"),
         ("coder", CUT, f"<parameter=arguments>\n{CUT}\n</parameter>"),
-        ("recipients", {"a": 1}, '>>>f\n{"a": 1}'),
-        ("recipients", None, ">>>f\n{}"),
-        ("recipients", CUT, f">>>f\n{CUT}"),
     ],
 )
 def test_arguments_are_those_that_the_template_takes(style: str, arguments: Any, expected: str) -> None:

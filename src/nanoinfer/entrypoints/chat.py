@@ -22,8 +22,7 @@ from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.streams import OutputStream, TextStream
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.grammar import RepeatableCalls, to_grammar
-from nanoinfer.inputs.answers.lark import ANY_OBJECT
+from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
@@ -52,8 +51,6 @@ class Answers:
     """See `AnswerFormat.reasoning_of`."""
     constrained: bool = False
     """Whether a grammar holds the calls to their format."""
-    ends_repeated: bool = False
-    """Whether a call that repeats an earlier one ends an answer."""
     template: ResponseTemplate | None = None
     """What the model itself says about its answers; None: the format says it."""
     prompt: str = ""
@@ -75,7 +72,6 @@ class Answers:
             starts_in_reasoning=starts,
             constrained=self.constrained,
             special_tokens=special,
-            ends_repeated=self.ends_repeated,
         )
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
@@ -131,19 +127,19 @@ class ChatPrompt:
     def _release(self, requests: RequestFactory, error: NanoinferError) -> bool:
         """Release the tools whose grammar cannot be compiled alone, else all; return whether there are any."""
         answers, until = self.answers, time.monotonic() + EXPLAIN_SEC
-        lenient, loose, faulty = answers.formatter.lenient_tools, [], []
-        for tool, made in zip(answers.tools, lenient.of(answers.tools, answers.format), strict=True):
-            if tool.strict or made.parameters != ANY_OBJECT:
+        released, loose, faulty = answers.formatter.released_tools, [], []
+        for tool in answers.tools:
+            if tool not in released:
                 loose += [] if tool.strict else [(tool, error)]
                 try:
                     if time.monotonic() < until:
-                        requests.compile(cast(Any, to_grammar(answers.format, [made], tool.name)))
+                        requests.compile(cast(Any, to_grammar(answers.format, [tool], tool.name)))
                 except NanoinferError as e:
                     if tool.strict:
                         raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(e)}") from None
                     faulty.append((tool, e))
         for tool, why in faulty or loose:
-            lenient.release(tool, answers.format, _without_field(why))
+            released.add(tool, _without_field(why))
         return bool(loose)
 
 
@@ -159,8 +155,6 @@ def chat_prompt(
     text = messages if isinstance(messages, str) else formatter.render(messages, options)
     tools, choice = options.checked_tools, options.choice
     format = formatter.format(formatter.source(options))
-    if not text.endswith(format.opened):  # it continues a message, or begins none
-        format = replace(format, opened="")
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
         in_reasoning = not isinstance(messages, str) and ends_in_reasoning(messages[-1])
@@ -174,13 +168,14 @@ def chat_prompt(
     def make_grammar() -> StructuredOutputsParams | None:
         return to_grammar(
             format,
-            formatter.lenient_tools.of(tools, format) if choice != "none" else tools,
+            tools,
             choice,
             parallel=options.parallel_tool_calls,
             answer=answer,
             in_reasoning=in_reasoning,
             thinking_budget=budget,
             special_tokens=formatter.special_tokens,
+            released=formatter.released_tools,
         )
 
     grammar = make_grammar()
@@ -190,8 +185,8 @@ def chat_prompt(
         grammar = None
     callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
     template = formatter.response_template(options.chat_template)
-    constrained, repeats = bool(callable_tools) and grammar is not None, isinstance(grammar, RepeatableCalls)
-    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, repeats, template, text)
+    constrained = bool(callable_tools) and grammar is not None
+    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, template, text)
     if isinstance(params, SamplingParams):
         shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))
         hides = params.skip_special_tokens and not shows
@@ -203,8 +198,7 @@ def chat_prompt(
 
 def _is_special(format: AnswerFormat, special_tokens: Collection[str]) -> bool:
     """Return whether special tokens are a part of how answers are written, so that their text is needed."""
-    written = "\n".join([*(str(v) for v in vars(format).values()), *(text for _, text in format.also)])
-    return any(token in written for token in special_tokens)
+    return any(token in "\n".join(map(str, vars(format).values())) for token in special_tokens)
 
 
 class AnswerReader:

@@ -13,7 +13,6 @@ from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, input_too_long, too_long
-from nanoinfer.inputs.answers.grammar import RepeatableCalls
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -118,8 +117,6 @@ class RequestFactory:
             compiled = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)
-                if isinstance(params.structured_outputs, RepeatableCalls):
-                    s.text.ends = params.structured_outputs.ends()
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

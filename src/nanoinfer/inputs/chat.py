@@ -24,7 +24,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import ID, IDS, NAMES, PROBE_TOOLS, AnswerFormat, detect, probe_calls
-from nanoinfer.inputs.answers.lark import LenientTools
+from nanoinfer.inputs.answers.lark import ReleasedTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
 from nanoinfer.inputs.messages import REASONING_KEYS, Message, Tool, as_choice, as_object, as_tools, is_list
 from nanoinfer.models.model_info import ModelInfo
@@ -135,7 +135,7 @@ class ChatFormatter:
         self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
         self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
         self._special_tokens: Mapping[str, int] | None = None
-        self.lenient_tools = LenientTools()
+        self.released_tools = ReleasedTools()
         self._warned = False  # that a template does not show the tools
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:

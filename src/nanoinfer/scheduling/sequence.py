@@ -290,7 +290,6 @@ class Sequence:
             return self._finish("stop", token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
-        complete = complete or self.text.has_ended
         ends = complete or length >= self._ends_at
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)

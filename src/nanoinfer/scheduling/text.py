@@ -9,7 +9,7 @@ tokens decide:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -90,10 +90,6 @@ class OutputText:
         self._matches = [_Match(s) for s in stop]
         self.text = ""
         """The whole text so far, including the part that is held back."""
-        self.ends: Callable[[str], bool] | None = None
-        """Gets each new piece of the text, and returns whether the output ends with it."""
-        self.has_ended = False
-        """Whether it has returned that."""
         self._shown = 0
         self._num_held_back = 0  # characters at the end that may be the beginning of a stop string
 
@@ -120,8 +116,6 @@ class OutputText:
         """Append to the text; return the stop string that ends first in the new part, truncating the text there."""
         old = len(self.text)
         self.text += piece
-        if self.ends is not None and not self.has_ended:
-            self.has_ended = self.ends(piece)
         if not self._matches:
             return None
         ends, self._num_held_back = [], 0

@@ -8,7 +8,7 @@ Hermes, Qwen 3 before_name='<tool_call>\\n{"name": "', after_name='", "arguments
 Mistral Nemo   calls_start='[TOOL_CALLS][', before_name='{"name": "', ..., separator=', ', calls_end=']'
 DeepSeek V3.1  calls_start='<|tool_calls_begin|>', before_name='<|tool_call_begin|>', after_name='<|tool_sep|>', ...
 Qwen3-Coder    before_name='<tool_call>\\n<function=', after_name='>', before_key='\\n<parameter=', after_key='>', ...
-LFM2           calls_start='<|tool_call_start|>[', after_name='(', after_arguments=')', calls_end=']<|tool_call_end|>'
+Gemma 4        before_name='<|tool_call>call:', after_arguments='<tool_call|>'
 
 The parser (parser.py) reads all of them with any white space; the grammar (grammar.py) writes exactly these pieces.
 
@@ -18,10 +18,11 @@ Detection renders a chat template with probe messages and compares:
     content and reasoning    what stands around reasoning
     a call                   what stands before its name, between name, key and value, and after them
     a call with two keys     what belongs to each argument
-    two calls                what belongs to each call, what to all of them, and what counts them
+    two calls                what belongs to each call, and what to all of them
 
-Names, keys and values of the probes are found in the renderings; the text between them is divided where two renderings
-agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request 18675).
+Names, keys and values of the probes are searched in the renderings; the text between them is divided where two
+renderings agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request
+18675).
 """
 
 from __future__ import annotations
@@ -42,14 +43,8 @@ from nanoinfer.utils.limited_process import LimitExceeded
 log = logging.getLogger("nanoinfer")
 ID = "\x00"
 """Stands for the id of a call in a piece, where a model writes one: '", "id": "\\x00"}'."""
-COUNT = "\x01"
-"""Stands for a number that counts the calls of an answer: ":\x01<|tool_call_argument_begin|>"."""
-PLACEHOLDER = re.compile(f"([{ID}{COUNT}])")
 STRING_MARK = '<|"|>'
 """Before and after a string in notation "gemma"."""
-NOTATIONS = ("json", "tagged", "python", "gemma")
-"""Of arguments: {"k": "v", "n": 3} | a piece around each key and value, strings as they are, other types as JSON |
-k="v", n=3 | {k:<|"|>v<|"|>,n:3}"""
 QUESTION, CONTENT, REASON = "probe question", "Probe content.", "Probe reason."
 NAMES, KEYS, VALUES = ("probe_one", "probe_two"), ("alpha", "beta"), ("first value", "second value")
 _ARGUMENTS = (KEYS[0], VALUES[0], KEYS[1], VALUES[1])
@@ -59,7 +54,7 @@ ENDS = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|tool_response>")
 MAX_MARKER = 200  # characters of a marker of reasoning
 MAX_PIECE = 1000  # characters of any piece: those of known models have up to 100
 MAX_PROBE = 1 << 17  # characters of a rendering: templates of today make up to 10,000 of a probe
-_LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
+_LEADING_ID = re.compile(r'(\{\s*"[^"]*id[^"]*":\s*")[^"]*')  # of a call in JSON
 _PROBES = (QUESTION, CONTENT, REASON, *NAMES, *KEYS, *VALUES, *IDS)  # none is a part of a format
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
@@ -70,7 +65,7 @@ PROBE_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NA
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes its answers. Without `before_name` and `after_name` it writes no calls."""
+    """How a model writes its answers. Without `before_name` it writes no calls."""
 
     reasoning_start: str = ""
     """Marker before the reasoning; empty if the model writes none."""
@@ -79,35 +74,26 @@ class AnswerFormat:
     """Marker before the content; mostly empty."""
     content_end: str = ""
     trigger: str = ""
-    """The text that begins calls, up to white space or JSON: "<tool_call>". Empty: calls are the whole content, and
+    """Beginning of the first call, up to white space or JSON: "<tool_call>". Empty: calls are the whole content, and
     begin with a brace or a bracket."""
+    inner_trigger: str = ""
+    """Last tag before a name, with which models begin a call when they leave out those before it: "<function="."""
     calls_start: str = ""
-    """Before the first of several calls, once."""
+    """Text before the first of several calls, once."""
     calls_end: str = ""
     separator: str = ""
-    """Between two calls."""
+    """Text between two calls."""
     before_name: str = ""
     after_name: str = ""
     after_arguments: str = ""
-    name_key: str = ""
-    """Key of the name if a call is a JSON object; else empty."""
-    arguments_key: str = ""
     notation: str = "json"
-    """Of the arguments: one of NOTATIONS."""
+    """Notation of the arguments: "json" {"k": "v", "n": 3}, "gemma" {k:<|"|>v<|"|>,n:3}, or "tagged": a piece around
+    each key and value, strings as they are, other types as JSON."""
     before_key: str = ""
-    """Of notation "tagged": before each key, ..."""
     after_key: str = ""
-    """... between key and value, ..."""
     after_value: str = ""
-    """... and after each value."""
-    cdata: bool = False
-    """Whether values of notation "tagged" may be <![CDATA[...]]>."""
     parallel: bool = True
     """Whether the model can write several calls in one answer."""
-    opened: str = ""
-    """The part of a marker that the prompt ends with, so that answers begin after it."""
-    also: tuple[tuple[str, str], ...] = ()
-    """Further spellings that the parser accepts: (name of a field, text)."""
     ignored: tuple[str, ...] = ()
     """Markers that are no part of reasoning, content or calls."""
     has_headers: bool = False
@@ -120,18 +106,7 @@ class AnswerFormat:
     @property
     def has_calls(self) -> bool:
         """Whether calls can be written."""
-        return bool(self.before_name or self.after_name)
-
-    def spellings(self, *fields: str) -> list[str]:
-        """Return what some fields may be in answers, of each its own value first; none for an empty field."""
-        own = [(name, getattr(self, name)) for name in fields]
-        texts = [value if isinstance(value, tuple) else (value,) for _, value in own]
-        also = [text for name, text in self.also if name in fields]
-        return [text for text in (*(text for some in texts for text in some), *also) if text]
-
-    def markers(self, *fields: str) -> set[str]:
-        """Return the spellings of some fields without white space around them."""
-        return {text.strip() for text in self.spellings(*fields)}
+        return bool(self.before_name)
 
     def reasoning_of(self, prompt: str) -> bool | None:
         """Return whether a prompt ends within reasoning (True), after it (False), or before it may begin (None)."""
@@ -143,6 +118,11 @@ class AnswerFormat:
         return False if end.endswith(self.reasoning_end.strip()) else None
 
 
+def markers(*pieces: str) -> set[str]:
+    """Return pieces that are not empty without the white space around them."""
+    return {piece.strip() for piece in pieces} - {""}
+
+
 JSON_IN_MARKERS = AnswerFormat(
     reasoning_start="<think>",
     reasoning_end="</think>",
@@ -151,39 +131,34 @@ JSON_IN_MARKERS = AnswerFormat(
     after_name='", "arguments": ',
     after_arguments="}\n</tool_call>",
     separator="\n",
-    name_key="name",
-    arguments_key="arguments",
 )
 """The last resort, for models whose own format cannot be found."""
-PYTHON_IN_MARKERS = AnswerFormat(
-    trigger="<|tool_call_start|>",
-    calls_start="<|tool_call_start|>[",
-    after_name="(",
-    after_arguments=")",
+JSON_IN_LIST = AnswerFormat(
+    trigger="<|tool_call|>",
+    calls_start="<|tool_call|>[",
+    before_name='{"name": "',
+    after_name='", "arguments": ',
+    after_arguments="}",
     separator=", ",
-    calls_end="]<|tool_call_end|>",
-    notation="python",
+    calls_end="]",
 )
-"""LFM2's, whose first templates describe it in words only."""
+"""Granite 3's, whose templates describe it in words only; Phi-4-mini's has an end marker."""
 HARMONY = AnswerFormat(
     reasoning_start="<|channel|>analysis<|message|>",
     reasoning_end="<|end|>",
     content_start="<|channel|>final<|message|>",
     content_end="<|end|>",
     trigger="<|channel|>commentary to=functions.",
+    inner_trigger="to=functions.",
     before_name="<|channel|>commentary to=functions.",
     after_name=" <|constrain|>json<|message|>",
     parallel=False,
-    also=(
-        ("content_start", "<|channel|>final <|constrain|>json<|message|>"),
-        ("content_start", "<|channel|>commentary<|message|>"),
-        ("trigger", "<|start|>assistant to=functions."),
-        ("trigger", "to=functions."),
-        ("trigger", "<|channel|>analysis to=functions."),
+    ignored=(
+        "<|start|>assistant", "<|call|>", "<|return|>", "<|channel|>final <|constrain|>json<|message|>",
+        "<|channel|>commentary<|message|>",
     ),
-    ignored=("<|start|>assistant", "<|call|>", "<|return|>"),
     has_headers=True,
-)
+)  # fmt: skip
 """gpt-oss's, whose templates write messages in another order of parts than the model does."""
 
 
@@ -200,17 +175,18 @@ def detect(
     if "<|channel|>" in template.source and "<|message|>" in template.source:
         return HARMONY
     prober = _Prober(template, end_tokens)
-    found = prober.calls()
-    if found is None:
-        found = _as_described(prober.prompt + " ".join(special_tokens))
-        log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    found = replace(found, **prober.texts, null_content=prober.null_content, cdata="<![CDATA[" in template.source)
-    if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
+    if (calls := prober.calls()) is None:
+        described = prober.prompt + " ".join(special_tokens)
+        calls = JSON_IN_LIST if "<|tool_call|>" in described or "<|/tool|>" in described else JSON_IN_MARKERS
+        calls = replace(calls, calls_end="]<|/tool_call|>") if "<|/tool|>" in described else calls
+        log.info("the chat template renders no tool calls: they are expected as %s", calls.calls_start or calls.trigger)
+    format = replace(calls, **prober.texts, null_content=prober.null_content)
+    if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(format).values()):
         log.warning(
             "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE
         )
         return JSON_IN_MARKERS
-    return found
+    return format
 
 
 class _Prober:
@@ -219,7 +195,6 @@ class _Prober:
     def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
         self._template = template
         self._exceeded = False
-        self._between = ""  # reasoning and content
         self.null_content = False
         self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
         self.prompt = self._render([], add_generation_prompt=True)
@@ -230,8 +205,6 @@ class _Prober:
         start = (before.rpartition(end)[2] if end else before).strip()
         if start and start != self.texts["reasoning_start"]:
             self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
-        if between := self._between.removesuffix(start):
-            self.texts = {**self.texts, "ignored": (between,)}
 
     def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return a rendering; empty if the template refuses the messages, and after one that exceeds a limit."""
@@ -269,11 +242,11 @@ class _Prober:
             if before.strip() and (empty := before_content.partition(before.strip())[2]):  # beside content it is empty
                 end = _common(empty.strip(), end_of_call.lstrip()).strip() or end
         elif beside_call and (shared := _common(end, end_of_call.lstrip()).strip()):  # the rest begins the content
-            self._between, end = end.removeprefix(shared).strip(), shared
+            end = shared
         start = before.strip()
         if not is_there or not end or len(end) > MAX_MARKER:
-            found_end = _THINK.search(self._template.source) or _THINK.search(self.prompt)
-            end = found_end[0] if found_end is not None else ""
+            tag = _THINK.search(self._template.source) or _THINK.search(self.prompt)
+            end = tag[0] if tag is not None else ""
             start = end.replace("/", "", 1)
         elif not start or start == end:  # the prompt has it, and may have the end, too
             opening = self._opening.rstrip().removesuffix(end).rstrip()
@@ -284,29 +257,29 @@ class _Prober:
     def calls(self) -> AnswerFormat | None:
         """Return the format of calls; None if the template writes none. It sets `null_content`."""
         for as_text in (False, True):
-            self.null_content = self._asks_for_null(as_text)
+            self.null_content = self._needs_null(as_text)
             parts = self._parts(1, 1, as_text)
             if parts is None or "\\" in parts[2]:
                 continue
-            found = self._format(parts, as_text)
-            if found is not None and not any(probe in repr(vars(found)) for probe in _PROBES):
-                return found
-        self.null_content = self._asks_for_null(False)
+            format = self._format(parts, as_text)
+            if format is not None and not any(probe in repr(vars(format)) for probe in _PROBES):
+                return format
+        self.null_content = self._needs_null(False)
         return None
 
-    def _asks_for_null(self, as_text: bool) -> bool:
+    def _needs_null(self, as_text: bool) -> bool:
         """Return whether calls are shown with content null, and with "" not, or with more text, as of a second turn."""
-        message: dict[str, Any] = {"tool_calls": probe_calls(1, 1, as_text)}
-        with_null, with_empty = (self._answer({**message, "content": content}) for content in (None, ""))
+        calls = {"tool_calls": probe_calls(1, 1, as_text)}
+        with_null, with_empty = (self._answer({**calls, "content": content}) for content in (None, ""))
         return NAMES[0] in with_null and (NAMES[0] not in with_empty or len(with_null) < len(with_empty))
 
     def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
         """Return the text between the probe's names, keys and values, in their order."""
         content = None if self.null_content else ""
         text = self._answer({"content": content, "tool_calls": probe_calls(num_calls, num_keys, as_text)})
-        for made in IDS:
-            text = text.replace(made, ID)
-        text = _LEADING_ID.sub("{", text)
+        for call_id in IDS:
+            text = text.replace(call_id, ID)
+        text = _LEADING_ID.sub(rf"\1{ID}", text)
         if (end := self.texts["reasoning_end"]) and end in text.partition(NAMES[0])[0]:
             text = text.partition(end)[2]
         for end in self._ends:
@@ -315,66 +288,48 @@ class _Prober:
         parts = []
         for name in NAMES[:num_calls]:
             for probe in (name, *_ARGUMENTS[: 2 * num_keys]):
-                before, found, text = text.partition(probe)
-                if not found:
+                before, is_there, text = text.partition(probe)
+                if not is_there:
                     return None
                 parts.append(before)
         return [*parts, text]
 
     def _format(self, parts: list[str], as_text: bool) -> AnswerFormat | None:
         head, name_to_key, key_to_value, tail = parts
-        two, between = self._parts(2, 1, as_text), None
-        if two is not None:
-            (head, between), tail = _counted(two[0], two[3]), two[6]  # some write the end after the second call only
-            name_to_key, _ = _counted(two[1], two[4])
-        content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
-        head = head.lstrip().removeprefix(content)
-        made: dict[str, Any] | None
+        between = None
+        if (two := self._parts(2, 1, as_text)) is not None:
+            head, between, tail = two[0], two[3], two[6]  # some write the end after the second call only
+        head = head.lstrip().removeprefix(self.texts.get("content_start", "") + self.texts.get("content_end", ""))
         if re.fullmatch(r'"\s*:\s*"', key_to_value):
-            made = {"notation": "json", "after_name": name_to_key[: name_to_key.rfind("{")]}
+            pieces: dict[str, Any] = {"after_name": name_to_key[: name_to_key.rfind("{")]}
             end = r'"\s*\}'
-        elif re.fullmatch(r"\s*=\s*[\"']", key_to_value):
-            made, end = {"notation": "python", "after_name": name_to_key}, "[\"']"
         elif STRING_MARK in key_to_value:
-            made, end = {"notation": "gemma", "after_name": name_to_key.removesuffix("{")}, re.escape(STRING_MARK + "}")
-        elif (made := self._tagged(name_to_key, key_to_value, as_text)) is not None:
-            end = re.escape(made["after_value"])
-        if made is None or (ending := re.match(end, tail)) is None:
+            pieces = {"notation": "gemma", "after_name": name_to_key.removesuffix("{")}
+            end = re.escape(STRING_MARK + "}")
+        elif pieces := self._tagged(name_to_key, key_to_value, as_text):
+            end = re.escape(pieces["after_value"])
+        if not pieces or (ending := re.match(end, tail)) is None:
             return None
-        made |= _divide(head, tail[ending.end() :], None if between is None else between[ending.end() :])
-        return self._with_trigger(_with_keys(AnswerFormat(text_arguments=as_text, **made)))
+        around = _divide(head, tail[ending.end() :], None if between is None else between[ending.end() :])
+        opening = around.get("calls_start", "") + around["before_name"]
+        tag = None if "{" in opening else re.match(r"[<\[]\S*?[>\]]", opening)
+        trigger = opening.partition("{")[0].rstrip("[ \t\n") if tag is None else tag[0]
+        inner = around["before_name"].strip().rpartition("\n")[2]
+        if inner[:1] != "<" or len(inner) < 4 or "{" in inner or inner.startswith(trigger):
+            inner = ""
+        return AnswerFormat(text_arguments=as_text, trigger=trigger, inner_trigger=inner, **pieces, **around)
 
-    def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any] | None:
-        """Return the pieces around each key and value, and before the first."""
+    def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any]:
+        """Return the pieces around each key and value, and before the first; empty if they cannot be told apart."""
         if (both := self._parts(1, 2, as_text)) is None:
-            return None
+            return {}
         between, tail = both[3], both[5]
         before_key = _common(name_to_key, between, backwards=True)
         after_value = _common(between.removesuffix(before_key), tail)
         if not before_key.strip() or not after_value.strip():
-            return None
-        made = {"notation": "tagged", "after_name": name_to_key.removesuffix(before_key), "before_key": before_key}
-        made |= {"after_key": key_to_value, "after_value": after_value}
-        if 'string="true"' in key_to_value:  # DeepSeek V3.2
-            return {**made, "also": (("after_key", key_to_value.replace("true", "false")),)}
-        return made
-
-    def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
-        opening = found.calls_start + found.before_name
-        if not opening and found.separator and self._opening.endswith(found.separator):
-            mark = found.separator  # the prompt ends with it
-            start = self.texts.get("content_start", "")
-            self.texts |= {"content_start": mark + start, "content_end": ""}
-            return replace(found, before_name=mark, separator="", opened=mark, trigger=mark)
-        if found.name_key or found.notation == "python":
-            trigger = re.split(r"\{", opening)[0].rstrip("[ \t\n")
-        elif (tag := re.match(r"[<\[]\S*?[>\]]", opening)) is not None:
-            trigger = tag[0]
-        else:
-            trigger = opening.strip()
-        if "{" in trigger or trigger == "[":
-            trigger = re.split(r"[\[{]\s*[\"{]", trigger)[0].strip()
-        return replace(found, trigger=trigger)
+            return {}
+        pieces = {"notation": "tagged", "after_name": name_to_key.removesuffix(before_key), "before_key": before_key}
+        return {**pieces, "after_key": key_to_value, "after_value": after_value}
 
 
 def probe_calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dict[str, Any]]:
@@ -384,17 +339,6 @@ def probe_calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> lis
         arguments = json.dumps(arguments)
     pairs = list(zip(IDS, NAMES, strict=True))[:num_calls]
     return [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i, name in pairs]
-
-
-def _counted(first: str, second: str) -> tuple[str, str]:
-    """Return the ends of two texts with COUNT in the place of numbers in which they differ: ":0>" and ":1>"."""
-    a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", second)
-    for i in range(-2, -min(len(a), len(b)), -2):  # numbers, of which the text after them is a[i + 1]
-        if a[i + 1] != b[i + 1]:
-            break
-        if a[i] != b[i]:
-            a[i] = b[i] = COUNT
-    return "".join(a), "".join(b)
 
 
 def _common(a: str, b: str, backwards: bool = False) -> str:
@@ -425,30 +369,3 @@ def _divide(head: str, tail: str, between: str | None) -> dict[str, Any]:
         "before_name": before_name,
         "after_arguments": after_arguments,
     }
-
-
-def _with_keys(found: AnswerFormat) -> AnswerFormat:
-    """Return the format with the keys of name and arguments, if a call is one JSON object."""
-    opening = re.search(r'\{[^{}]*"(\w+)"\s*:\s*"$', found.before_name)
-    middle = re.fullmatch(r'"\s*,[^{}]*"(\w+)"\s*:\s*', found.after_name)
-    if opening is None or middle is None or found.before_name.count("{") > 1 or found.notation != "json":
-        return found
-    return replace(found, name_key=opening[1], arguments_key=middle[1])
-
-
-def _as_described(prompt: str) -> AnswerFormat:
-    """Return the format whose tokens a prompt with tools, or the tokenizer, has; JSON in markers if none."""
-    if "<|tool_call_start|>" in prompt or "<|tool_list_start|>" in prompt:
-        return PYTHON_IN_MARKERS
-    if "<|tool_call|>" in prompt or "<|/tool|>" in prompt:
-        closing = "<|/tool_call|>" if "<|/tool|>" in prompt else ""
-        return replace(
-            JSON_IN_MARKERS,
-            trigger="<|tool_call|>",
-            calls_start="<|tool_call|>[",
-            before_name='{"name": "',
-            after_arguments="}",
-            separator=", ",
-            calls_end="]" + closing,
-        )
-    return JSON_IN_MARKERS

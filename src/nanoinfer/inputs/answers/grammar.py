@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.lark import Arguments, Lark, own, regex
-from nanoinfer.inputs.answers.parser import AnswerParser
+from nanoinfer.inputs.answers.lark import Arguments, Lark, ReleasedTools, regex
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from nanoinfer.structured.grammars import to_text
@@ -40,6 +38,7 @@ def to_grammar(
     in_reasoning: bool | None = False,
     thinking_budget: int | None = None,
     special_tokens: Mapping[str, int] | None = None,
+    released: ReleasedTools | None = None,
 ) -> StructuredOutputsParams | None:
     """Return what an answer must match; None if it is free.
 
@@ -52,10 +51,12 @@ def to_grammar(
         in_reasoning: what `AnswerFormat.reasoning_of` says about the prompt.
         thinking_budget: largest number of tokens of the reasoning.
         special_tokens: text -> id of the tokenizer's special tokens (`structured.vocabulary.special_tokens`).
+        released: tools whose arguments may be any object. Those without `strict` are added for which no grammar can be
+            made, and the largest if the grammar of all is too large.
 
     Raises:
-        NanoinferError: the format has no calls that could be required, or cannot express a schema; the tools are too
-            large.
+        NanoinferError: the format has no calls that could be required, or cannot express the schema of a tool with
+            `strict`; the tools are too large.
     """
     calling = bool(tools) and choice != "none" and format.has_calls
     if tools and choice not in ("none", "auto") and not format.has_calls:
@@ -65,43 +66,18 @@ def to_grammar(
     forbids = bool(tools) and choice == "none" and bool(format.trigger) and answer is None
     if not (calling or forbids or (reasons and (answer is not None or thinking_budget is not None))):
         return answer
-    made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
-    several = False
-    if calling:
-        several = parallel and choice in ("auto", "required")
-        made.add_tools([tool for tool in tools if choice in ("auto", "required", tool.name)], several)
-    text = made.text(choice, answer, thinking_budget)
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise NanoinferError(
-            f"tools: their grammar has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}: give fewer tools"
-        )
-    if choice != "required" or not several or not format.parallel:
-        return StructuredOutputsParams(grammar=text)
-    starts, special = in_reasoning is True, tuple(special_tokens or ())
-    return RepeatableCalls(
-        grammar=text,
-        make_parser=lambda: AnswerParser(
-            format, tools, starts_in_reasoning=starts, special_tokens=special, ends_repeated=True
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class RepeatableCalls(StructuredOutputsParams):
-    """The grammar of any number of calls, of which weak models write one again and again."""
-
-    make_parser: Callable[[], AnswerParser] | None = field(default=None, repr=False, compare=False)
-
-    def ends(self) -> Callable[[str], bool]:
-        """Return what takes the pieces of one output; it returns whether a call has repeated an earlier one."""
-        assert self.make_parser is not None
-        parser = self.make_parser()
-
-        def push(piece: str) -> bool:
-            parser.feed(piece)
-            return parser.has_repeated
-
-        return push
+    released = ReleasedTools() if released is None else released
+    while True:
+        made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
+        named = [tool for tool in tools if choice in ("auto", "required", tool.name)] if calling else []
+        sizes = made.add_tools(named, parallel and choice in ("auto", "required"), released)
+        text = made.text(choice, answer, thinking_budget)
+        if len(text) <= MAX_GRAMMAR_CHARS:
+            return StructuredOutputsParams(grammar=text)
+        why = f"the grammar of all tools has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}"
+        if not sizes:
+            raise NanoinferError(f"tools: {why}: give fewer tools")
+        released.add(named[max(sizes, key=lambda i: sizes[i])], why)
 
 
 class _Answer:
@@ -119,15 +95,19 @@ class _Answer:
         self._bodies: list[str] = []
         self._parallel = False
 
-    def add_tools(self, tools: Sequence[Tool], parallel: bool) -> None:
-        """Add the rules of calls."""
-        f, lark = self._format, self._lark
+    def add_tools(self, tools: Sequence[Tool], parallel: bool, released: ReleasedTools) -> dict[int, int]:
+        """Add the rules of calls; return the characters of the rules of each tool that may be released."""
+        f, lark, sizes = self._format, self._lark, dict[int, int]()
         self._parallel = parallel and f.parallel
-        for tool in tools:
+        for i, tool in enumerate(tools):
+            num_rules = len(lark.rules)
             with about(f"tool {tool.name!r}"):
-                arguments = Arguments(lark, f, own(tool.parameters)).rule()
+                arguments = Arguments(lark, f, tool, released).rule()
+            if not tool.strict and tool not in released:
+                sizes[i] = sum(map(len, lark.rules[num_rules:]))
             self._openings.append(f.before_name + tool.name + f.after_name)
             self._bodies.append(lark.rule(f"{arguments} {lark.literal(f.after_arguments)}"))
+        return sizes
 
     def text(self, choice: str, answer: StructuredOutputsParams | None, thinking_budget: int | None) -> str:
         """Return the grammar."""
@@ -135,7 +115,7 @@ class _Answer:
         if not self._bodies:
             body = self._structured(answer) if answer is not None else self._plain(f.trigger)
         elif choice != "auto":
-            body = f"{self._noise('ignored')} {self._calls(f.opened)}"
+            body = f"{self._noise(*f.ignored)} {self._calls()}"
         elif answer is not None:
             body = f"({self._calls()} | {self._structured(answer)})"
         else:
@@ -193,13 +173,13 @@ class _Answer:
             raise NanoinferError("structured_outputs.grammar in GBNF cannot follow reasoning or tools: give it in Lark")
         inner = lark.rule(f"%lark {{\n{text}\n}}")
         start = f"({lark.literal(f.content_start)})?" if lark.is_special(f.content_start) else ""
-        return f"{self._noise('ignored')} {start} {inner}"
+        return f"{self._noise(*f.ignored)} {start} {inner}"
 
     def _calls(self, skipped: str = "") -> str:
         """Return calls. Args: skipped: the beginning of the first one, which the grammar has already."""
         f, lark = self._format, self._lark
         first, end = self._one(f.calls_start, skipped), lark.literal(f.calls_end)
-        if not self._parallel or (skipped and skipped != f.opened and not f.calls_start):  # more are found in the text
+        if not self._parallel or (skipped and not f.calls_start):  # more are found in the text
             return f"{first} {end}"
         return f"{first} ({self._one(f.separator)})* {end}"
 
@@ -217,29 +197,24 @@ class _Answer:
             openings = "|".join(regex(f.calls_start + opening) for opening in self._openings)
             text = lark.rule(f"{ANY} & ~/\\s*({openings})(?s:.*)/", "TEXT")
             return f"({self._calls()} | {text})"
-        repeated = "*" if self._parallel else "?"
         if lark.is_special(f.trigger):
-            text, calls = self._plain(*f.spellings("trigger")), self._calls()
-            noise = self._noise("ignored", "content_start", "content_end", one=True)
+            text, calls = self._plain(f.trigger, f.inner_trigger), self._calls()
+            noise = self._noise(f.content_start, f.content_end, *f.ignored, one=True)
             between = lark.rule(f"({calls}{noise and ' | '}{noise})" if self._parallel else noise or '""')
             return f"({text}? {between})* {text}?" + ("" if self._parallel else f" ({calls})?")
-        text = self._plain()
+        text, repeated = self._plain(), "*" if self._parallel else "?"
         head = lark.rule(lark.rule(f"{text} {lark.literal(f.trigger)}", "HEAD"), "head", "[lazy]")
-        made = f"({head} {self._calls(f.trigger)}){repeated} {text}"
-        if not f.opened:
-            return made
-        return f"({self._calls(f.opened)} | {lark.literal(f.content_start[len(f.opened) :])} {made})"
+        return f"({head} {self._calls(f.trigger)}){repeated} {text}"
 
     def _plain(self, *refused: str) -> str:
         """Return a terminal for text that contains no marker of another part."""
         start = self._format.reasoning_start if self._in_reasoning is None else ""
         return self._lark.rule(_without(*(text.strip() for text in (*refused, start))), "TEXT")
 
-    def _noise(self, *fields: str, one: bool = False) -> str:
+    def _noise(self, *pieces: str, one: bool = False) -> str:
         """Return markers between the parts that are special tokens: one of them, or any number."""
-        texts = {text for text in self._format.spellings(*fields) if self._lark.is_special(text)}
-        made = " | ".join(self._lark.literal(text) for text in sorted(texts))
-        return made if one or not made else f"({made})*"
+        texts = " | ".join(self._lark.literal(text) for text in sorted(set(pieces)) if self._lark.is_special(text))
+        return texts if one or not texts else f"({texts})*"
 
 
 def _without(*refused: str) -> str:

@@ -1,14 +1,13 @@
 """Parts of llguidance's Lark for the grammars of answers: literals with special tokens, and arguments of each notation.
 
 json     %json of the whole schema
-python   k=%json, in the order of the schema
 tagged   a string as text up to the piece after it, other types %json, in the order of the schema
 gemma    objects and arrays as rules, strings as text between marks
 
 Agents send the schemas of whatever tools their users have, which are made for validators. A call that is not quite as
 its schema wants is of more use to them than a request that is refused. So what a grammar cannot express is left out of
-the schemas of tools without `strict`, with one warning for each tool: what is left out only narrows a schema, and the
-grammar then permits more. A tool of which no grammar can be made has calls with any object.
+the schemas of tools without `strict`: it only narrows a schema, and the grammar then permits more. A tool of which no
+grammar can be made is released: its calls have any object, with one warning in the log.
 """
 
 from __future__ import annotations
@@ -16,58 +15,73 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, printable
-from nanoinfer.inputs.answers.format import COUNT, ID, PLACEHOLDER, STRING_MARK, AnswerFormat
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.answers.format import ID, STRING_MARK, AnswerFormat
 from nanoinfer.inputs.messages import Tool
-from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS
 from nanoinfer.structured import schemas
 from nanoinfer.utils.checks import show
 
+log = logging.getLogger("nanoinfer")
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")
-_COMPOSED = (
-    "allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentRequired", "dependentSchemas",
-    "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties",
+_COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
+_UNSUPPORTED = (
+    "not", "if", "dependentRequired", "dependentSchemas", "minProperties", "maxProperties", "propertyNames",
+    "unevaluatedProperties",
 )  # fmt: skip
-_ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
-MAX_LINKS = 8
-"""References from one to the next that lead from the schema to that of its object."""
-_PLACEHOLDERS = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,3}/"}
-_BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
-_TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
-ANY_OBJECT = {"type": "object"}
-MAX_CHARS = MAX_GRAMMAR_CHARS * 3 // 4
-"""Characters of the grammars of all arguments: the rest is for the names and markers of calls."""
-MAX_KNOWN = 256
-"""Tools that are remembered, so that each has one warning."""
-_UNSUPPORTED = {
-    "not", "if", "then", "else", "propertyNames", "uniqueItems", "contains", "minContains", "maxContains",
-    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
-    "$dynamicRef", "$recursiveRef",
-}  # fmt: skip
+"""Keywords of objects that only narrow them: of tools without `strict`, they are left out."""
 _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
-_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 _REGEX = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
 """Look-around, boundaries of words and back-references, which llguidance does not support."""
-log = logging.getLogger("nanoinfer")
+_ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
+ANY_OBJECT = {"type": "object"}
+MAX_LINKS = 8
+"""References from one to the next that lead from the schema to that of its object."""
+MAX_RELEASED = 256
 _PATTERN = re.compile(r"(\^?)((?:\\.|.)*?)(\$?)", re.S)
+_BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
+_TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 
 
-def own(schema: Mapping[str, Any]) -> dict[str, Any]:
+class ReleasedTools:
+    """Tools of which no grammar can be made: the arguments of their calls may be any object."""
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, str], None] = {}
+
+    def add(self, tool: Tool, why: str) -> None:
+        """Release a tool from now on; the log has the reason, once."""
+        log.warning("tool %r: the arguments of its calls may be any object: %s", tool.name, why)
+        keys = [*self._keys, _key(tool)][-MAX_RELEASED:]
+        self._keys = dict.fromkeys(keys)  # no lock: an interrupt could leave it held
+
+    def __contains__(self, tool: Tool) -> bool:
+        return _key(tool) in self._keys
+
+
+def _key(tool: Tool) -> tuple[str, str]:
+    return tool.name, json.dumps(tool.parameters)
+
+
+def own(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Return a copy of the schema of arguments without annotations, as one of an object, with its objects closed.
 
     What it refers to is in its $defs.
 
-    Raises NanoinferError as `schemas.check` and `schemas.check_types`.
+    Args:
+        schema: of a tool.
+        strict: whether a keyword that cannot be used is an error; else it is left out.
+
+    Raises:
+        NanoinferError: as `schemas.check` and `schemas.check_types`.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for part in schemas.reachable(copy, [copy]):
+        for key in [key for key in part if key in ANNOTATIONS or (not strict and _is_refused(part, key))]:
+            del part[key]
         schemas.check_types(part)
-        for key in ANNOTATIONS:
-            part.pop(key, None)
     schemas.rewrite(copy)
     schemas.gather(copy)
     for _ in range(MAX_LINKS):
@@ -78,6 +92,16 @@ def own(schema: Mapping[str, Any]) -> dict[str, Any]:
     schemas.close(copy)
     schemas.check(copy)
     return copy
+
+
+def _is_refused(part: Mapping[str, Any], key: str) -> bool:
+    """Return whether llguidance refuses a keyword, even where it is lenient."""
+    value = part[key]
+    if value is None:
+        return key != "const"
+    if key == "type":
+        return not (isinstance(value, (str, list)) and _TYPES.issuperset([value] if isinstance(value, str) else value))
+    return key == "pattern" and isinstance(value, str) and _REGEX.search(value) is not None
 
 
 def regex(text: str) -> str:
@@ -96,14 +120,14 @@ class Lark:
         self._special = special_tokens
         names = sorted(special_tokens, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
-        self._rules: list[str] = []
+        self.rules: list[str] = []
         self._count = 0
 
     def rule(self, body: str, name: str = "r", options: str = "") -> str:
         """Add a rule and return its name. A name in capitals is a terminal."""
-        made = self.reserve(name)
-        self.define(made, body, options)
-        return made
+        own_name = self.reserve(name)
+        self.define(own_name, body, options)
+        return own_name
 
     def reserve(self, name: str = "r") -> str:
         """Return the name of a rule that is defined later."""
@@ -112,11 +136,11 @@ class Lark:
 
     def define(self, name: str, body: str, options: str = "") -> None:
         """Add a rule of a reserved name."""
-        self._rules.append(f"{name}{options}: {body}")
+        self.rules.append(f"{name}{options}: {body}")
 
     def text(self, start: str) -> str:
         """Return the grammar, with the body of its first rule."""
-        return "\n".join([f"start: {start}", *self._rules])
+        return "\n".join([f"start: {start}", *self.rules])
 
     def is_special(self, text: str) -> bool:
         """Return whether a text begins with a special token."""
@@ -124,15 +148,12 @@ class Lark:
 
     def literal(self, text: str) -> str:
         """Return a piece of a format as a sequence of literals and special tokens; empty for an empty one."""
-        parts = []
-        for part in PLACEHOLDER.split(text):
-            if part in _PLACEHOLDERS:
-                parts.append(_PLACEHOLDERS[part])
-                continue
-            for token in self._pattern.split(part) if self._pattern else [part]:
-                if token:
-                    special = self._special.get(token)
-                    parts.append(json.dumps(token) if special is None else f"<special_{special}>")
+        parts: list[str] = []
+        for i, part in enumerate(text.split(ID)):
+            parts += ["/[a-zA-Z0-9]{1,9}/"] if i > 0 else []
+            for token in filter(None, self._pattern.split(part) if self._pattern else [part]):
+                special = self._special.get(token)
+                parts.append(json.dumps(token) if special is None else f"<special_{special}>")
         return " ".join(parts)
 
     def until(self, end: str, body: str = "/(?s:.*)/") -> str:
@@ -146,12 +167,6 @@ class Lark:
             return f"{self.rule(body, 'TEXT')}? {self.literal(end)}"
         return self.rule(self.rule(body, "TEXT"), "text", f"[suffix={json.dumps(end)}]")
 
-    def json(self, schema: Any) -> str:
-        """Return a value as JSON."""
-        if not isinstance(schema, dict):
-            schema = {} if schema is not False else {"not": {}}
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': ' ?'}})}")
-
 
 class Arguments:
     """Rules of the arguments of one tool.
@@ -159,63 +174,77 @@ class Arguments:
     Args:
         lark: gets the rules.
         format: of the answers.
-        schema: of an object, as `own` returns it.
+        tool: whose calls they are.
+        released: tools with any arguments, to which the tool is added if no grammar of it can be made.
     """
 
-    def __init__(self, lark: Lark, format: AnswerFormat, schema: dict[str, Any]) -> None:
-        self._lark, self._format, self._root = lark, format, schema
+    def __init__(self, lark: Lark, format: AnswerFormat, tool: Tool, released: ReleasedTools) -> None:
+        self._lark, self._format, self._tool, self._released = lark, format, tool, released
         self._references: dict[str, str] = {}
+        self._guidance: dict[str, Any] = {"whitespace_pattern": " ?"}
+        if not tool.strict:
+            self._guidance |= {"lenient": True, "coerce_one_of": True}
 
     def rule(self) -> str:
-        """Return the rule of the arguments. Raises NanoinferError if the notation cannot express the schema."""
-        try:
-            return self._rule(self._root)
-        except RecursionError:  # of references
-            raise NanoinferError("parameters nest too deep: use fewer levels") from None
+        """Return the rule of the arguments. Raises NanoinferError if none can be made for a tool with `strict`."""
+        if self._tool not in self._released:
+            num_rules = len(self._lark.rules)
+            try:
+                return self._rule(self._tool.parameters)
+            except RecursionError:  # of references
+                error = NanoinferError("parameters nest too deep: use fewer levels")
+            except NanoinferError as e:
+                error = e
+            if self._tool.strict:
+                raise error
+            del self._lark.rules[num_rules:]
+            self._references = {}
+            self._released.add(self._tool, str(error))
+        return self._rule(ANY_OBJECT)
 
-    def _rule(self, schema: dict[str, Any]) -> str:
+    def _rule(self, parameters: Mapping[str, Any]) -> str:
+        self._root = schema = own(parameters, self._tool.strict)
         notation = self._format.notation
         if notation == "json":
-            return self._lark.json(schema)
-        if notation == "gemma":
-            return self._gemma(schema)
-        if composed := [key for key in _COMPOSED if key in schema]:
-            raise NanoinferError(
-                f"parameters have {composed[0]}, which calls of this model cannot express: use properties"
-            )
-        if notation == "python":
-            return self._members(schema, ", ", "=", self._leaf)
-        return self._tagged(schema)
+            return self._json(schema)
+        return self._gemma(schema) if notation == "gemma" else self._tagged(schema)
 
-    def _leaf(self, schema: Any) -> str:
+    def _json(self, schema: Any) -> str:
         """Return a value as JSON, with the definitions that it may refer to."""
+        if not isinstance(schema, dict):
+            schema = {} if schema is not False else {"not": {}}
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        return self._lark.json({**schema, **definitions} if isinstance(schema, dict) else schema)
+        return self._lark.rule(f"%json {json.dumps({**schema, **definitions, 'x-guidance': self._guidance})}")
 
-    def _members(self, schema: dict[str, Any], separator: str, colon: str, value: Callable[[Any], str]) -> str:
-        """Return the members of an object in order, with a separator between those that are there; else any members."""
-        if not schema.get("properties") and schema.get("additionalProperties") is not False:
-            made = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ "{colon}" {value({})}'
-            return f'({made} ("{separator}" {made})*)?'
-        rest = first = ""
-        for key, part, needed in reversed(_members(schema, _BARE_KEY)):
-            made = f"{self._lark.literal(key + colon)} {value(part)}"
-            more = f'"{separator}" {made}'
-            first, rest = (
-                self._lark.rule(f"{made} {rest}" if needed else f"{made} {rest} | {first or chr(34) * 2}"),
-                self._lark.rule(f"{more} {rest}" if needed else f"({more})? {rest}"),
+    def _refuse(self, schema: Mapping[str, Any]) -> None:
+        """Raise NanoinferError if an object has keywords that only notation "json" can express."""
+        keywords = (*_COMPOSED, *(_UNSUPPORTED if self._tool.strict else ()))
+        if refused := [key for key in keywords if key in schema]:
+            raise NanoinferError(
+                f"parameters have {refused[0]}, which calls of this model cannot express: use properties"
             )
-        return first or '""'
+
+    def _properties(self, schema: Mapping[str, Any], names: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
+        """Return key, schema and whether it is required of each property of an object."""
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        if odd := [key for key in properties if not names.fullmatch(key)]:
+            raise NanoinferError(
+                f"parameters have the property {show(odd[0])}, whose name calls of this model cannot express: use"
+                " letters"
+            )
+        return [(key, part, key in required) for key, part in properties.items()]
 
     def _tagged(self, schema: dict[str, Any]) -> str:
         """Return the arguments of notation "tagged"."""
         f, lark, parts = self._format, self._lark, []
-        for key, value, needed in _members(schema, _TAGGED_KEY):
+        self._refuse(schema)
+        for key, value, is_required in self._properties(schema, _TAGGED_KEY):
             permitted = schemas.types(schema, value)
-            is_text = permitted is not None and permitted <= {"string", "null"}
-            after_key = f.spellings("after_key")[0 if is_text else -1]
-            made = self._raw(value) if is_text else f"{self._leaf(value)} {lark.literal(f.after_value)}"
-            parts.append(f"({lark.literal(f.before_key + key + after_key)} {made}){'' if needed else '?'}")
+            if permitted is not None and permitted <= {"string", "null"}:
+                text = self._raw(value)
+            else:
+                text = f"{self._json(value)} {lark.literal(f.after_value)}"
+            parts.append(f"({lark.literal(f.before_key + key + f.after_key)} {text}){'' if is_required else '?'}")
         if not parts and schema.get("additionalProperties") is not False:
             key = lark.until(f.after_key, "/[^<>\\n]{1,64}/")
             parts.append(f"({lark.literal(f.before_key)} {key} {lark.until(f.after_value)})*")
@@ -223,61 +252,73 @@ class Arguments:
 
     def _raw(self, schema: Any) -> str:
         """Return a string or null of notation "tagged", with the piece after it."""
-        end, permitted = self._format.after_value, schemas.options(self._root, schema)
-        texts = [self._string(option, end.strip()) for option in permitted if option.get("type") != "null"]
-        found = [text for text in texts if text is not None]
-        return self._lark.until(end, " | ".join([*found, '"null"'] if len(found) < len(permitted) else found))
+        end, options = self._format.after_value, schemas.options(self._root, schema)
+        texts = [self._string(option, end.strip()) for option in options if option.get("type") != "null"]
+        strings = [text for text in texts if text is not None]
+        return self._lark.until(end, " | ".join([*strings, '"null"'] if len(strings) < len(options) else strings))
 
     def _string(self, schema: Mapping[str, Any], end: str) -> str | None:
         """Return a terminal's body for the text of a string; None if no string is permitted."""
         if (values := schemas.listed(schema)) is not None:
             return " | ".join(json.dumps(value) for value in values if isinstance(value, str)) or None
-        low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
-        bounds = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
-        parts = [f"/(?s:.){bounds}/" if bounds != "*" else "/(?s:.*)/"]
+        low, high, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
+        parts = [f"/(?s:.){{{low},{high}}}/" if low or high != "" else "/(?s:.*)/"]
         if end and not self._lark.is_special(end):
             parts.append(f"~/(?s:.*){regex(end)}(?s:.*)/")
         if isinstance(pattern, str):
             match = _PATTERN.fullmatch(pattern)
             assert match is not None  # it matches any text
             start, inner, finish = match.groups()
-            inner = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", inner)  # JavaScript writes / as \\/, too
-            begin, finish = ("" if start else "(?s:.*)"), ("" if finish else "(?s:.*)")
-            parts.append(f"/{begin}({inner}){finish}/")
+            inner = re.sub(r"(\\.)|/", lambda part: part[1] or "\\/", inner)  # JavaScript writes / as \\/, too
+            parts.append(f"/{'' if start else '(?s:.*)'}({inner}){'' if finish else '(?s:.*)'}/")
         return " & ".join(parts)
 
     def _gemma(self, schema: Any) -> str:
         """Return a value of notation "gemma"."""
+        lark = self._lark
         if not isinstance(schema, dict) or not schema:
             return self._named("", _ANY)
         if (reference := schema.get("$ref")) is not None:
-            if (found := schemas.target(self._root, reference)) is None:
+            if (referred := schemas.target(self._root, reference)) is None:
                 raise NanoinferError(f"parameters have a $ref to {reference!r}, which is not there")
-            return self._named(reference, found)
-        values, several = schemas.listed(schema), schemas.alternatives(schema)
-        if values is None and several is not None:
-            return self._lark.rule(" | ".join(map(self._gemma, several)))
-        if refused := [key for key in _COMPOSED if key in schema]:
-            raise NanoinferError(
-                f"parameters have {refused[0]}, which calls of this model cannot express: leave it out"
-            )
+            return self._named(reference, referred)
+        kind, values, several = schema.get("type"), schemas.listed(schema), schemas.alternatives(schema)
         if values is not None:
-            return self._lark.rule(" | ".join(self._lark.literal(gemma_text(value)) for value in values))
-        kind = schema.get("type")
+            return lark.rule(" | ".join(lark.literal(gemma_text(value)) for value in values))
+        if several is not None:
+            return lark.rule(" | ".join(map(self._gemma, several)))
+        self._refuse(schema)
         if kind == "string":
             body = self._string(schema, STRING_MARK) or '""'
-            return f"{self._lark.literal(STRING_MARK)} {self._lark.until(STRING_MARK, body)}"
-        if kind == "null":
-            return '"null"'
+            return f"{lark.literal(STRING_MARK)} {lark.until(STRING_MARK, body)}"
         if kind == "array":
-            item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
-            more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
-            more = "" if high == 1 else more  # {0,0} is not permitted
-            items = f"{item} {more}" if high != 0 else '""'
-            return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
+            return self._items(schema)
         if kind == "object" or (kind is None and "properties" in schema):
-            return self._lark.rule(f'"{{" {self._members(schema, ",", ":", self._gemma)} "}}"')
-        return self._leaf(schema) if kind else self._gemma({})
+            return lark.rule(f'"{{" {self._members(schema)} "}}"')
+        return self._json(schema) if kind else self._gemma({})
+
+    def _items(self, schema: Mapping[str, Any]) -> str:
+        """Return a list of notation "gemma"."""
+        item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+        more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
+        more = "" if high == 1 else more  # {0,0} is not permitted
+        items = f"{item} {more}" if high != 0 else '""'
+        return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
+
+    def _members(self, schema: Mapping[str, Any]) -> str:
+        """Return the members of an object of notation "gemma" in order, with commas between those that are there."""
+        if not schema.get("properties") and schema.get("additionalProperties") is not False:
+            any_member = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ":" {self._gemma({})}'
+            return f'({any_member} ("," {any_member})*)?'
+        rest = first = ""
+        for key, part, is_required in reversed(self._properties(schema, _BARE_KEY)):
+            member = f"{self._lark.literal(key + ':')} {self._gemma(part)}"
+            more = f'"," {member}'
+            first, rest = (
+                self._lark.rule(f"{member} {rest}" if is_required else f"{member} {rest} | {first or chr(34) * 2}"),
+                self._lark.rule(f"{more} {rest}" if is_required else f"({more})? {rest}"),
+            )
+        return first or '""'
 
     def _named(self, reference: str, schema: Any) -> str:
         """Return the rule of a schema that refers to itself, which is made once."""
@@ -296,123 +337,3 @@ def gemma_text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(gemma_text, value))}]"
     return json.dumps(value)
-
-
-def _members(schema: dict[str, Any], names: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
-    """Return key, schema and whether it is required of each property of an object, whose names are of that form."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if odd := [key for key in properties or {} if not names.fullmatch(key)]:
-        raise NanoinferError(
-            f"parameters have the property {show(odd[0])}, whose name calls of this model cannot express: use letters"
-        )
-    needed = set(required) if isinstance(required, list) else set()
-    return [(key, part, key in needed) for key, part in (properties or {}).items()]
-
-
-class LenientTools:
-    """The tools of requests as their grammars have them."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str, AnswerFormat], tuple[Tool, int]] = {}
-
-    def of(self, tools: Sequence[Tool], format: AnswerFormat) -> list[Tool]:
-        """Return tools with schemas that a format can express, but for those with `strict`, which stay as they are.
-
-        The largest ones are not constrained if the grammar of all would be too large.
-        """
-        found = [(tool, *self._of(tool, format)) for tool in tools]
-        total = sum(size for _, _, size in found)
-        for tool, made, size in sorted(found, key=lambda item: -item[2]):
-            if total > MAX_CHARS and not tool.strict and made.parameters != ANY_OBJECT:
-                self.release(tool, format, f"all tools have {total} characters of grammar, the limit is {MAX_CHARS}")
-                total -= size
-        return [self._of(tool, format)[0] for tool in tools]
-
-    def release(self, tool: Tool, format: AnswerFormat, why: str) -> None:
-        """Let the calls of a tool have any object from now on."""
-        log.warning("tool %r: the arguments of its calls may be any object: %s", tool.name, why)
-        self._put(tool, format, replace(tool, parameters=ANY_OBJECT), 0)
-
-    def _of(self, tool: Tool, format: AnswerFormat) -> tuple[Tool, int]:
-        """Return a tool as grammars have it, and the characters of the rules of its arguments."""
-        if (known := self._known.get(_key(tool, format))) is not None:
-            return known
-        schema, left_out = json.loads(json.dumps(tool.parameters)), []
-        if not tool.strict:
-            left_out = leave_out(schema)
-        lark = Lark({})
-        try:
-            rule = Arguments(lark, format, own(schema)).rule()
-        except NanoinferError as e:
-            if tool.strict:
-                return tool, 0  # its grammar raises the same
-            self.release(tool, format, str(e))
-            return self._of(tool, format)
-        if left_out:
-            log.warning(
-                "tool %r: the grammar of its calls leaves out %s: arguments may not match them (strict is false)",
-                tool.name, printable(", ".join(left_out)),
-            )  # fmt: skip
-        return self._put(tool, format, replace(tool, parameters=schema), len(lark.text(rule)))
-
-    def _put(self, tool: Tool, format: AnswerFormat, made: Tool, size: int) -> tuple[Tool, int]:
-        known = {key: value for key, value in self._known.items() if key != _key(tool, format)}
-        known[_key(tool, format)] = made, size
-        self._known = dict([*known.items()][-MAX_KNOWN:])  # no lock: an interrupt could leave it held
-        return made, size
-
-
-def _key(tool: Tool, format: AnswerFormat) -> tuple[str, str, AnswerFormat]:
-    return tool.name, json.dumps([tool.strict, tool.parameters]), format
-
-
-def leave_out(root: schemas.Schema) -> list[str]:
-    """Remove what a grammar cannot express from a schema, in place; return the keywords that were there."""
-    left_out: dict[str, None] = {}
-    for part in schemas.reachable(root, [root]):
-        for key in [key for key, value in part.items() if value is None and key != "const"]:
-            del part[key]
-            if key not in ANNOTATIONS:
-                left_out[key] = None
-        for key, _ in schemas.wrong_types(part):
-            del part[key]
-            left_out[key] = None
-    schemas.rewrite(root)
-    for part in schemas.reachable(root, [root]):
-        _rewrite_one_of(root, part, left_out)
-        for key in [key for key, value in part.items() if _is_refused(root, part, key, value)]:
-            if (key, part.pop(key)) != ("uniqueItems", False):
-                left_out[key] = None
-            if key == "patternProperties":  # else closing the object would forbid them
-                part["additionalProperties"] = True
-    return list(left_out)
-
-
-def _is_refused(root: schemas.Schema, part: schemas.Schema, key: str, value: Any) -> bool:
-    """Return whether a keyword must be left out."""
-    if key == "type":
-        return not _TYPES.issuperset([value] if isinstance(value, str) else value)
-    if key == "format":
-        return value not in _FORMATS
-    if key == "pattern":
-        return _REGEX.search(value) is not None
-    if key == "patternProperties":
-        return any(map(_REGEX.search, value))
-    if key == "$ref":
-        return schemas.target(root, value) is None
-    if key in ("minProperties", "maxProperties"):
-        return not part.get("properties", {}).keys() <= set(part.get("required", ()))
-    return key in _UNSUPPORTED
-
-
-def _rewrite_one_of(root: schemas.Schema, part: schemas.Schema, left_out: dict[str, None]) -> None:
-    """Rewrite "oneOf" as "anyOf"; it is noted as left out if a value may match several of its options."""
-    if (options := part.get("oneOf")) is None:
-        return
-    kinds = [schemas.types(root, option) for option in options]
-    several = [kind for some in kinds for kind in (some or ("integer", "number"))]
-    if len(several) != len(set(several)) or {"integer", "number"} <= set(several):
-        left_out["oneOf"] = None
-    if "anyOf" not in part:
-        part["anyOf"] = options
-    del part["oneOf"]
