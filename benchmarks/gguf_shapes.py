@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer
-from nanoinfer.checkpoints.weights import Weights
+from nanoinfer.checkpoints.weights import Weights, more_bits
 from nanoinfer.config import Experts, ModelConfig
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS
@@ -42,11 +42,14 @@ SHAPES = PRESETS | {
 
 def format_of(name: str, shape: tuple[int, ...], file_format: str, config: ModelConfig) -> str:
     """Return the format that llama.cpp's quantizer gives a tensor: ("blk.0.attn_v.weight", ...) -> "Q6_K"."""
-    if len(shape) == 1 or file_format in ("Q8_0", "Q4_K_M") or "_exps" in name or "_inp" in name:
-        return gguf_export.format_of(name, shape, file_format, config)
+    if gguf_export.format_of(name, shape, "F16") == "F32" or file_format == "Q8_0":
+        return gguf_export.format_of(name, shape, file_format)
     part = name.split(".")[-2]
     if file_format == "Q6_K" or part == ("token_embd" if config.tie_word_embeddings else "output"):
         return "Q6_K"
+    if file_format == "Q4_K_M" or part.endswith("_exps"):
+        better = part in ("attn_v", "attn_qkv") or part.startswith("ffn_down")
+        return "Q6_K" if better and more_bits(int(name.split(".")[1]), config.n_layer) else "Q4_K"
     grouped = part == "attn_v" and config.n_head // config.n_kv_head >= 4
     early = part == "ffn_down" and int(name.split(".")[1]) < config.n_layer // 8
     return "Q5_K" if grouped or early else "IQ4_XS"

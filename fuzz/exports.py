@@ -92,7 +92,7 @@ def use_export(loaded: LoadedModel, path: Path) -> None:
     before, after = loaded.config, found.config
     assert before.bos_token_id in (None, after.bos_token_id), "the new file has another start token"
     assert len(before.eos_token_ids) > 3 or {*before.eos_token_ids} <= {*after.eos_token_ids}, "an end token is lost"
-    gguf_export.write_file(loaded.weights, again, "Q4_K_M", text, "again")
+    gguf_export.write_file(loaded.weights, again, "Q8_0", text, "again")
     load_model(str(again)).weights.block_formats.keys()
     if refused is not None:
         raise refused

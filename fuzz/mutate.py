@@ -6,12 +6,10 @@ input of at most MAX_BYTES. An input that does not parse is mutated as bytes.
 
 from __future__ import annotations
 
-import io
 import json
 import pickletools
 import random
 import struct
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -228,91 +226,6 @@ def mutate_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
         else:
             ops[i] = rng.choice((_snippet(rng), _snippet(rng) + ops[i], ops[i] + _snippet(rng)))
     return b"".join(ops)[:MAX_BYTES]
-
-
-# Zip containers --------------------------------------------------------------------------------------------
-
-
-def _zip_fields(rng: random.Random, data: bytes) -> bytes:
-    """Overwrite a field of a local header, a central entry or an end record; or insert zip64 records."""
-    out = bytearray(data)
-    if rng.random() < 0.25:  # another directory by zip64 records, which not all readers follow
-        end = data.rfind(b"PK\x05\x06")
-        count, size, at = struct.unpack("<HII", data[end + 10 : end + 20]) if 0 <= end <= len(data) - 22 else (1, 9, 0)
-        count, size, at = (rng.choice((v, v, v, 0, *MAGIC[-3:])) for v in (count, size, at))
-        record = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
-        place = rng.choice((end, end, *MAGIC)) % 2**64
-        end = max(end, 0)
-        out[end:end] = record + b"PK\x06\x07" + struct.pack("<IQI", 0, place, 1)
-        return bytes(out)
-    magic, size = rng.choice(((b"PK\x03\x04", 30), (b"PK\x01\x02", 46), (b"PK\x05\x06", 22)))
-    places = [i for i in range(len(out)) if out.startswith(magic, i)]
-    if places:
-        at = rng.choice(places) + 2 * rng.randrange(2, size // 2)
-        width = rng.choice((2, 4))
-        out[at : at + width] = (rng.choice(MAGIC) % 2 ** (8 * width)).to_bytes(width, "little")
-    return bytes(out)
-
-
-def pack_zip(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
-    """Return a zip file appended to `before`."""
-    out = io.BytesIO(before)
-    with zipfile.ZipFile(out, "a", method) as archive:
-        for name, content in entries:
-            archive.writestr(zipfile.ZipInfo(name), content, method)
-    return out.getvalue()
-
-
-def _two_directories(rng: random.Random, one: Sequence[tuple[str, bytes]], other: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return a zip file with two directories: one for the zip64 locator, another for the end records."""
-
-    def record(fields: bytes) -> bytes:
-        count, size, at = struct.unpack("<HII", fields)
-        return b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
-
-    hidden = pack_zip(other)
-    seen = pack_zip(one, before=hidden[:-22] + record(hidden[-12:-2]))
-    end = len(seen) - 22
-    locator = b"PK\x06\x07" + struct.pack("<IQI", 0, len(hidden) - 22, 1)
-    return seen[:end] + rng.choice((record(seen[-12:-2]), b"")) + locator + seen[end:]
-
-
-def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Change names, order, compression or contents of the entries, or fields of the container."""
-    choice = rng.random()
-    if choice < 0.25:
-        return _zip_fields(rng, data)
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = [(e.filename, archive.read(e)) for e in archive.infolist() if e.file_size <= MAX_BYTES]
-    except Exception:
-        return mutate_bytes(rng, data, others)
-    if choice < 0.35 or not entries:
-        return mutate_bytes(rng, data, others)
-    i, kind, method = rng.randrange(len(entries)), rng.randrange(11), zipfile.ZIP_STORED
-    pickle_at = next((j for j, (n, _) in enumerate(entries) if n.lower().endswith("data.pkl")), i)
-    i = rng.choice((i, pickle_at))
-    name, content = entries[i]
-    if kind == 0:
-        entries[i] = rng.choice((name.upper(), name.swapcase(), "../" + name, name + "\x00", "x/" + name)), content
-    elif kind == 1:  # a second pickle whose name is equal or differs by case
-        name, content = entries[pickle_at]
-        name, content = rng.choice((name, name.replace("data.pkl", "DATA.PKL"))), mutate_pickle(rng, content, [])
-        entries.insert(rng.randint(0, len(entries)), (name, content))
-    elif kind == 2:
-        method = rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
-    elif kind == 3:
-        del entries[i]
-    elif kind == 4:
-        entries[i] = name, mutate_bytes(rng, content, [])
-    elif kind == 5:  # a bomb
-        bomb = rng.choice((b"\0", b"N0", b")0")) * rng.choice((*[10**5] * 5, 10**6, 2 * 10**7))
-        method, entries[i] = zipfile.ZIP_DEFLATED, (name, content[:-1] + bomb + content[-1:])
-    else:
-        hidden = list(entries)
-        hidden[pickle_at] = entries[pickle_at][0], mutate_pickle(rng, entries[pickle_at][1], others)
-        return _two_directories(rng, entries, hidden) if kind == 6 else pack_zip(hidden)[:MAX_BYTES]
-    return pack_zip(entries, method)[:MAX_BYTES]
 
 
 # Names -----------------------------------------------------------------------------------------------------

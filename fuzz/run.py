@@ -1,6 +1,6 @@
 """Fuzz every parser and the extension's interface: `make fuzz MINUTES=10`, or
 
-    python fuzz/run.py --minutes 10 [--only ckpt ...] [--seed 1] [--jobs 2]
+    python fuzz/run.py --minutes 10 [--only gguf ...] [--seed 1] [--jobs 2]
 
 Each target runs in its own process (worker.py) for an equal share of the time. Prints a table and writes minimised
 findings to build/fuzz. The exit code is 1 if there are findings, and 130 after Ctrl-C.
@@ -22,12 +22,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 BOUNDARY = ("decoder", "sampler", "kernels")
 SANITIZED = (*BOUNDARY, "packed", "gguf-native")
-TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf",
+TARGETS = ("safetensors", "packed", "config", "index", "generation", "gguf",
            "quantized-gptq", "quantized-packed", "quantized-fp8", "quantized-nf4", "quantized-gptq-config",
            "quantized-packed-config", "quantized-fp8-config", "quantized-nf4-config", "quantized-ternary",
            "quantized-ternary-config",
            "gguf-native", "gguf-part-1", "gguf-part-2", "export-config", "export-tokenizer", "meta", "tiktoken",
-           "tokenizer", "vocab", "merges", "added-tokens", "sentencepiece", "tekken", "ranks", "tokenizer-config", "head-config", "head-weights", "state",
+           "tokenizer", "vocab", "merges", "added-tokens", "tekken", "tokenizer-config", "head-config", "head-weights", "state",
            "results", "kinds", "names", "params", "streams", "answers", "chat-templates", "response-templates", "tools",
            "requests", "lines", *BOUNDARY)  # fmt: skip
 ROUNDS = 3  # processes per target, which limits the memory that one process accumulates

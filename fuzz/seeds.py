@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
 from dataclasses import replace
@@ -11,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 
 import tokenizers as hf
 from nanoinfer.bench import results
@@ -64,7 +62,7 @@ def packed_folder(weights: str = "int8") -> dict[str, bytes]:
 
 @cache
 def exported() -> list[bytes]:
-    """Return GGUF files as `nanoinfer export` writes them: a Llama in Q4_K_M and a GPT-2 in Q8_0, with tokenizers."""
+    """Return GGUF files as `nanoinfer export` writes them: a Llama in F16 and a GPT-2 in Q8_0, with tokenizers."""
     from tempfile import TemporaryDirectory
 
     from nanoinfer.checkpoints.gguf import export as gguf_export
@@ -79,7 +77,7 @@ def exported() -> list[bytes]:
         gpt2, family="llama", n_embd=256, n_head=1, norm="rms", gated_mlp=True, learned_positions=False, bias=False,
         activation="silu", layers=rotary,
     )  # fmt: skip
-    for config, format in ((llama, "Q4_K_M"), (gpt2, "Q8_0")):
+    for config, format in ((llama, "F16"), (gpt2, "Q8_0")):
         model = LoadedModel("m", Weights(config, "float32", partial(initialize, config, 0)), config, tokenizer)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "a.gguf"
@@ -96,32 +94,6 @@ def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
 def make_index() -> list[bytes]:
     """Return an index of one shard."""
     return [b'{"metadata": {"total_size": 9}, "weight_map": {"wte.weight": "a.safetensors", "b": "a.safetensors"}}']
-
-
-def make_checkpoints() -> list[bytes]:
-    """Return files like nanoGPT's ckpt.pt: plain, with the prefix of a compiled model, and with nn.Parameters."""
-    gpt = Transformer(replace(TINY, bos_token_id=None))
-    init_weights(gpt, TINY.n_layer, 0)
-    shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
-    made = []
-    for state, extra in (
-        (gpt.state_dict(), {}),
-        ({f"_orig_mod.{k}": v for k, v in gpt.state_dict().items()}, {"iter_num": 3, "config": {"dataset": "x"}}),
-        (dict(gpt.named_parameters()), {"optimizer": {"state": {0: {"step": torch.zeros(())}}}}),
-    ):
-        out = io.BytesIO()
-        torch.save({"model": state, "model_args": shape} | extra, out)
-        made.append(out.getvalue())
-    return made
-
-
-def make_bin() -> list[bytes]:
-    """Return a pytorch_model.bin with Hugging Face's names and layout."""
-    from safetensors.torch import load
-
-    out = io.BytesIO()
-    torch.save(load(model_folder()["model.safetensors"]), out)
-    return [out.getvalue()]
 
 
 def make_meta() -> list[bytes]:
@@ -181,16 +153,6 @@ def make_vocab() -> list[bytes]:
     return [str(hf.Tokenizer.from_str(trained()["bpe"]).get_vocab()).replace("'", '"').encode(), b'{"a": 0, "b": 1}']
 
 
-def make_sentencepiece() -> list[bytes]:
-    """Return a SentencePiece model, as BPE and as unigram: the pieces <unk>, ▁, a, b, ab."""
-    pieces = [
-        b"\x0a\x05<unk>\x18\x02",
-        *(b"\x0a" + bytes([len(p)]) + p + b"\x15\0\0\x80\xbf" for p in ("▁".encode(), b"a", b"b", b"ab")),
-    ]
-    whole = b"".join(b"\x0a" + bytes([len(piece)]) + piece for piece in pieces)
-    return [whole + b"\x12\x02\x18" + kind + b"\x1a\x02\x20\x00" for kind in (b"\x01", b"\x02")]
-
-
 def _ranked() -> list[str]:
     tokens = [*(bytes([i]) for i in range(256)), b"ab", b"ba"]
     return [base64.b64encode(token).decode() for token in tokens]
@@ -202,11 +164,6 @@ def make_tekken() -> list[bytes]:
     listed = [{"rank": i, "token_str": f"<{i}>"} for i in range(5)]
     vocab = [{"rank": i, "token_bytes": token} for i, token in enumerate(_ranked())]
     return [json.dumps({"config": config, "special_tokens": listed, "vocab": vocab}).encode()]
-
-
-def make_ranks() -> list[bytes]:
-    """Return a table of tiktoken's."""
-    return ["".join(f"{token} {i}\n" for i, token in enumerate(_ranked())).encode()]
 
 
 def train_config(folder: Path) -> TrainConfig:

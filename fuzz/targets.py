@@ -12,14 +12,12 @@ import io
 import os
 import socket
 import typing
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from choices import ANY, Choices
 from exports import export_configs, export_folder, open_part, use_export, use_native
 from gguf_format import PARTS, make_gguf, make_part, mutate_gguf, other_parts
@@ -32,20 +30,14 @@ from mutate import (
     mutate_packed,
     mutate_pickle,
     mutate_safetensors,
-    mutate_zip,
-    pack_zip,
 )
 from quantized import METHODS, quantized_folder
 from seeds import (
     CHARS,
     exported,
-    make_bin,
-    make_checkpoints,
     make_index,
     make_meta,
-    make_ranks,
     make_results,
-    make_sentencepiece,
     make_tekken,
     make_tiktoken,
     make_tokenizers,
@@ -132,24 +124,6 @@ def use_packed(loaded: LoadedModel, path: Path) -> None:
     engine.extend(StepBatch(handles=[engine.open()], token_ids=[1, 2, 3], num_new=[3], num_logits=[3]))
 
 
-def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
-    """Read all weights; compare them with torch.load of a new archive of the records that `zipfile` finds."""
-    gpt = loaded.gpt.state_dict()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = [(e.filename, archive.read(e)) for e in archive.infolist()]
-        if len({name.lower() for name, _ in records}) < len(records):
-            return  # torch compares names without case
-        expected = torch.load(io.BytesIO(pack_zip(records)), map_location="cpu", weights_only=True)["model"]
-    except Exception:  # torch refuses some files that are valid for us
-        return
-    for name, tensor in expected.items():
-        name = name.removeprefix("_orig_mod.")
-        if name in gpt:
-            same = torch.equal(gpt[name].nan_to_num(7.0), tensor.detach().float().nan_to_num(7.0))
-            assert same, f"{name} differs from what torch.load reads"
-
-
 def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     """Encode and decode; check that texts are neither truncated nor padded."""
     vocab_size = tokenizer.vocab_size
@@ -213,11 +187,6 @@ FILES = {
         lambda: [b'{"eos_token_id": [5, 6], "bos_token_id": 0, "do_sample": true}', b'{"eos_token_id": 5}'],
         mutate_json, load_folder, use_model, model_folder,
     ),
-    "bin": File(
-        "pytorch_model.bin", make_bin, mutate_zip, load_folder, use_model,
-        lambda: without(model_folder(), "model.safetensors"),
-    ),
-    "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
     "gguf": File("model.gguf", lambda: make_gguf() + exported(), mutate_gguf, lambda p: load_model(str(p)), use_gguf),
     "gguf-native": File("model.gguf", make_gguf, mutate_gguf, lambda p: load_model(str(p)), use_native),
     **{f"gguf-part-{i}": File(name, partial(make_part, name), mutate_gguf, open_part, use_gguf, partial(other_parts, name))
@@ -234,11 +203,7 @@ FILES = {
     "added-tokens": File("added_tokens.json", lambda: [b'{"c": 3, "ab": 4}'], mutate_json,
                          lambda p: load_tokenizer(str(p.parent)), use_tokenizer,
                          lambda: {"vocab.json": b'{"a": 0, "b": 1, "ba": 2}', "merges.txt": b"#version: 0.2\nb a\n"}),
-    "sentencepiece": File("tokenizer.model", make_sentencepiece, mutate_bytes, lambda p: load_tokenizer(str(p)),
-                          use_tokenizer),
     "tekken": File("tekken.json", make_tekken, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
-    "ranks": File("tiktoken.model", make_ranks, mutate_bytes, lambda p: load_tokenizer(str(p)), use_tokenizer,
-                  lambda: {"config.json": b'{"model_type": "deepseek_v3"}'}),
     "tokenizer-config": File(
         "tokenizer_config.json", lambda: [b'{"add_bos_token": true, "bos_token": "a"}', b'{"bos_token": {"content": "b"}}'],
         mutate_json, lambda p: load_tokenizer(str(p.parent)), use_tokenizer,
@@ -254,7 +219,7 @@ KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "tru
 
 
 def run_kind(data: bytes, folder: Path) -> None:
-    """Read a path that is not a regular file, or a file that changes during the read: b"ckpt fifo"."""
+    """Read a path that is not a regular file, or a file that changes during the read: b"gguf fifo"."""
     name, _, kind = data.decode(errors="replace").partition(" ")
     if name not in FILES or kind not in KINDS or (name, kind) == ("packed", "truncated"):
         return  # a mapped file must not be truncated

@@ -16,42 +16,28 @@ import torch
 
 from helpers.environment import ROOT
 from helpers.errors import refuses
-from helpers.models import TINY, make_folder, make_weights
+from helpers.models import TINY, make_weights
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, GGUF_CASES, YARN  # noqa: E402
+from helpers.families import CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
-from helpers.gguf_files import convert  # noqa: E402
-from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.checkpoints.gguf import export as gguf_export  # noqa: E402
-from nanoinfer.checkpoints.gguf import model as gguf  # noqa: E402
 from nanoinfer.checkpoints.gguf.file import read_gguf  # noqa: E402
-from nanoinfer.checkpoints.gguf.formats import FORMATS  # noqa: E402
-from nanoinfer.checkpoints.gguf.quantize import quantize  # noqa: E402
 from nanoinfer.checkpoints.load import LoadedModel, load_model  # noqa: E402
 from nanoinfer.checkpoints.weights import Weights  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
 from nanoinfer.utils.arrays import HostTensor  # noqa: E402
 
-MSCALE = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 GRANITE = CASES["granite"][1]
-EXTRA = GGUF_CASES | {
+EXTRA = {
     "gpt_neox-tied": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32, "tie_word_embeddings": True}),
     "olmo2-tied": ("Olmo2Config", {"tie_word_embeddings": True}),
     "ernie4_5-plain": ("Ernie4_5Config", {"head_dim": 10}),
     "seed_oss-plain": ("SeedOssConfig", {"head_dim": 8}),
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
-    "olmoe-all-heads": ("OlmoeConfig", CASES["olmoe"][1] | {"num_key_value_heads": 4}),
-    "deepseek_v3-yarn": ("DeepseekV3Config", CASES["deepseek_v3"][1] | {"rope_parameters": MSCALE}),
-    "deepseek_v2-27-layers": (  # llama.cpp takes a file for V2-Lite's, without a latent of queries, by its layers
-        "DeepseekV2Config",
-        CASES["deepseek_v2"][1] | {"rope_parameters": MSCALE, "v_head_dim": 12, "num_hidden_layers": 27},
-    ),
-    "deepseek_v2-latent-queries": ("DeepseekV2Config", CASES["deepseek_v2"][1] | {"q_lora_rank": 14}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
-    "gpt_oss-64": ("GptOssConfig", CASES["gpt_oss"][1] | {"head_dim": 64, "rope_parameters": None}),
 }  # fmt: skip
 REFUSED = {
     "gemma3": "attention_scale=0.0625",
@@ -73,19 +59,17 @@ REFUSED = {
     "glm": "family glm",
     "glm4": "family glm4",
     "helium": "family helium",
+    "mixtral": "family mixtral",
+    "deepseek_v2": "family deepseek_v2",
+    "gemma4": "family gemma4_text",
     "gptj": "family gptj",
-    "bitnet": "activation='relu2'",
-    "bitnet-one-head": "activation='relu2'",
+    "bitnet": "family bitnet",
+    "bitnet-one-head": "family bitnet",
     "opt": "family opt",
     "opt-untied": "family opt",
-    "qwen2_moe": "experts=Experts(count=5",
-    "qwen2_moe-windows": "qwen2moe.attention.sliding_window_pattern=None",
-    "qwen3_moe-mixed": "qwen3moe.attention.sliding_window_pattern=None",
-    "deepseek_v3-plain": "layers=",
-    "olmoe-normalized": "experts=Experts(count=4",
-    "gpt_oss-plain": "layers=",
 }
-KEPT = [case for case in CASES if case not in REFUSED]
+UNWRITTEN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek", "gemma4", "gpt_oss")
+KEPT = [case for case in CASES if case not in REFUSED and not case.startswith(UNWRITTEN)]
 
 
 @pytest.fixture(autouse=True)
@@ -130,25 +114,6 @@ def test_a_file_in_float32_is_the_same_model(case: str, tmp_path: Path) -> None:
         assert not ours[name].float32().any() or name == "lm_head.weight"
 
 
-@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K_M"])
-def test_experts_in_blocks_run_on_native_as_they_are(format: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """The first token of the file's values; native rounds activations to 8 bits, which changes later ones."""
-    size = {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 4, "num_hidden_layers": 2}
-    monkeypatch.setitem(CASES, "mixtral-wide", ("MixtralConfig", size | {"num_attention_heads": 4}))
-    make_family("mixtral-wide", tmp_path / "hf")
-    found = export(load_model(str(tmp_path / "hf")), tmp_path / "a.gguf", format)
-    formats = {name.rpartition(".mlp.")[2]: parts for name, parts in found.weights.block_formats.items()}
-    few = {"Q4_K_M": "q4_k"}.get(format, format.lower())
-    assert formats["experts.c_gate.weight"] == ((few, 1024),)
-    assert "router.weight" not in formats
-    prompt, outputs = [{"prompt_token_ids": [5, 9, 11]}], []
-    for engine in ("native", "static"):
-        llm = LLM(str(tmp_path / "a.gguf"), engine=engine, dtype="float32")
-        outputs.append(llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)))
-    ours, theirs = (output[0].outputs[0] for output in outputs)
-    assert ours.token_ids == theirs.token_ids
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_gguf_cannot_express_is_named(case: str, tmp_path: Path) -> None:
     make_family(case, tmp_path / "hf")
@@ -181,7 +146,7 @@ def test_what_llama_cpp_computes_otherwise_is_a_warning(tmp_path: Path, caplog: 
 
 
 def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
-    export(make_weights(replace(TINY, n_embd=32)), tmp_path / "a.gguf", "Q4_0")
+    export(make_weights(replace(TINY, n_embd=32)), tmp_path / "a.gguf", "Q8_0")
     first, again = (
         load_model(str(tmp_path / "a.gguf")),
         export(load_model(str(tmp_path / "a.gguf")), tmp_path / "b.gguf"),
@@ -203,7 +168,7 @@ def formats_of(path: Path) -> dict[str, str]:
 WIDE = replace(TINY, n_embd=256, n_layer=8, n_head=4, n_inner=512, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0"])
 def test_values_are_those_of_the_format(format: str, tmp_path: Path) -> None:
     weights = make_weights(replace(WIDE, n_layer=2))
     export(weights, tmp_path / "a.gguf", format)
@@ -215,123 +180,17 @@ def test_values_are_those_of_the_format(format: str, tmp_path: Path) -> None:
         if kind in ("float16", "bfloat16"):
             values = HostTensor(values, "float32").to(kind).float32()
         elif kind != "float32":
-            found = next(f for f in FORMATS.values() if f.name == kind)
-            values = found.dequantize(quantize(kind, values)).reshape(values.shape)
+            scales = np.abs(values.reshape(-1, 32)).max(1) / 127
+            rounding = np.repeat(scales * 0.57, 32).reshape(values.shape)
+            assert (kind, (np.abs(tensor.read().float32() - values) <= rounding).all()) == ("Q8_0", True), name
+            continue
         np.testing.assert_array_equal(tensor.read().float32(), values, err_msg=name)
-
-
-def test_formats_of_tensors_are_those_of_llama_cpps_quantizer(tmp_path: Path) -> None:
-    export(make_weights(WIDE), tmp_path / "a.gguf", "Q4_K_M")
-    found = formats_of(tmp_path / "a.gguf")
-    assert (found["token_embd.weight"], found["output.weight"]) == ("Q4_K", "Q6_K")
-    assert found["position_embd.weight"] == found["blk.0.attn_norm.weight"] == found["blk.0.ffn_up.bias"] == "float32"
-    better = [layer for layer in range(8) if found[f"blk.{layer}.ffn_down.weight"] == "Q6_K"]
-    assert better == [layer for layer in range(8) if found[f"blk.{layer}.attn_qkv.weight"] == "Q6_K"] == [0, 3, 6, 7]
-    assert {found[f"blk.{layer}.ffn_up.weight"] for layer in range(8)} == {"Q4_K"}
-    tied = replace(WIDE, tie_word_embeddings=True)
-    choices = {
-        ("token_embd.weight", (60, 256), "Q4_K_M"): "Q6_K",
-        ("token_embd.weight", (60, 96), "Q4_K_M"): "Q8_0",
-        ("token_embd.weight", (60, 256), "Q4_0"): "Q6_K",
-        ("token_embd.weight", (60, 256), "Q8_0"): "Q8_0",
-        ("blk.1.attn_v.weight", (64, 96), "Q4_K_M"): "Q5_0",
-        ("blk.0.attn_v.weight", (64, 96), "Q4_K_M"): "Q8_0",
-        ("blk.0.ffn_down.weight", (64, 512), "Q4_0"): "Q4_0",
-        ("blk.0.ffn_down.weight", (64, 20), "Q4_0"): "float16",
-        ("blk.0.ffn_down.weight", (64, 20), "BF16"): "bfloat16",
-        ("blk.0.ffn_gate_inp.weight", (8, 256), "Q4_K_M"): "F32",
-        ("blk.0.ffn_gate_inp_shexp.weight", (256,), "Q4_0"): "F32",
-        ("blk.0.ffn_gate_exps.weight", (8, 64, 256), "Q4_K_M"): "Q4_K",
-        ("blk.0.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q6_K",
-        ("blk.1.ffn_down_exps.weight", (8, 64, 512), "Q4_K_M"): "Q4_K",
-        ("blk.0.ffn_down_shexp.weight", (64, 96), "Q4_K_M"): "Q8_0",
-        ("blk.0.ffn_down_exps.weight", (8, 64, 96), "MXFP4_MOE"): "MXFP4",
-        ("blk.0.ffn_down_exps.weight", (8, 64, 40), "MXFP4_MOE"): "float16",
-        ("blk.0.ffn_down_exps.bias", (8, 64), "MXFP4_MOE"): "F32",
-        ("blk.0.attn_q.weight", (64, 96), "MXFP4_MOE"): "Q8_0",
-    }
-    names = {"F16": "float16", "BF16": "bfloat16"}
-    for (name, shape, format), expected in choices.items():
-        chosen = gguf_export.format_of(name, shape, format, tied)
-        assert names.get(chosen, chosen) == expected, (name, shape, format)
-
-
-VALUES = {
-    "normal": lambda g: g.standard_normal((64, 512)) * 0.02,
-    "heavy tails": lambda g: g.standard_t(3, (64, 512)) * 0.02,
-    "positive": lambda g: np.abs(g.standard_normal((64, 512))),
-}
-
-
-def plain_error(name: str, values: np.ndarray) -> float:
-    """Return the squared error where each group has the scale, and in Q4_K the minimum, of its extreme values."""
-    groups = values.reshape(-1, 16 if name == "Q6_K" else 32).astype(np.float64)
-    if name == "Q4_K":
-        low = np.minimum(groups.min(1, keepdims=True), 0)
-        scales = (groups.max(1, keepdims=True) - low) / 15
-        scales, low = (
-            (np.round(part / (top := np.repeat(part.reshape(-1, 8).max(1), 8)[:, None] / 63)) * top)
-            for part in (scales, -low + 1e-30)
-        )
-        return float(((np.clip(np.round((groups + low) / scales), 0, 15) * scales - low - groups) ** 2).sum())
-    levels = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": 127}[name]
-    scales = np.abs(groups).max(1, keepdims=True) / (levels - 1 if levels < 127 else levels)
-    return float(((np.round(groups / scales) * scales - groups) ** 2).sum())
-
-
-def error_of(name: str, blocks: np.ndarray, values: np.ndarray) -> float:
-    found = next(f for f in FORMATS.values() if f.name == name).dequantize(blocks)
-    return float(((found.reshape(values.shape).astype(np.float64) - values) ** 2).sum())
-
-
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q4_K", "Q6_K"])
-def test_searched_scales_have_a_smaller_error_than_those_of_extremes(name: str, kind: str) -> None:
-    values = VALUES[kind](np.random.default_rng(0)).astype(np.float32)
-    assert error_of(name, quantize(name, values), values) < 0.97 * plain_error(name, values)
-
-
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q6_K"])
-def test_blocks_that_are_special(name: str) -> None:
-    format = next(f for f in FORMATS.values() if f.name == name)
-    zeros = np.zeros((3, 256), np.float32)
-    assert not format.dequantize(quantize(name, zeros)).any()
-    for value in (1.0, -1.0, 1e-42, 6e4):  # all values of a block are equal
-        found = format.dequantize(quantize(name, zeros + np.float32(value)))
-        np.testing.assert_allclose(found, value, rtol=0.01, atol=1e-7)
-    one = zeros.copy()
-    one[1, 77] = -3.0
-    np.testing.assert_allclose(format.dequantize(quantize(name, one)).reshape(one.shape), one, rtol=0, atol=0.01)
-    random = np.random.default_rng(0).standard_normal((700, 512)).astype(np.float32)  # more than a chunk
-    blocks = quantize(name, random)
-    np.testing.assert_array_equal(blocks[-8:], quantize(name, random.reshape(-1)[-8 * format.block_size :]))
-    again = quantize(name, format.dequantize(blocks))
-    assert error_of(name, again, format.dequantize(blocks)) < 0.05 * error_of(name, blocks, random)
-
-
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize(
-    ("number", "name"), [(8, "Q8_0"), (2, "Q4_0"), (6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K"), (39, "MXFP4")]
-)
-def test_the_error_is_about_that_of_ggml(number: int, name: str, kind: str) -> None:
-    package = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of this test")
-    import ctypes
-
-    library = ctypes.CDLL(str(next((Path(package.__file__).parent / "lib").glob("libggml-base.so*"))))
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    ]  # fmt: skip
-    values = VALUES[kind](np.random.default_rng(0)).astype(np.float32)
-    ours = quantize(name, values)
-    theirs = np.empty_like(ours)
-    library.ggml_quantize_chunk(number, values.ctypes.data, theirs.ctypes.data, 0, *values.shape, None)
-    assert error_of(name, ours, values) < 1.02 * error_of(name, theirs, values)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["F16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("format", ["F16", "Q8_0"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 65520.0])
 def test_values_that_the_format_has_not_are_refused(value: float, format: str, tmp_path: Path) -> None:
     tensors = dict(make_weights().read())
@@ -404,7 +263,7 @@ def num_equal(peer: ModuleType, path: Path, prompt: list[int], rounding: float, 
     return length
 
 
-@pytest.mark.parametrize("format", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("format", ["F32", "Q8_0"])
 def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleType, tmp_path: Path) -> None:
     model = export(load_model("shakespeare"), tmp_path / "a.gguf", format)
     assert model.tokenizer is not None
@@ -417,12 +276,9 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
                                   "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
                                   "stablelm-parallel", "stablelm-norms", "cohere-plain", "cohere-norms", "cohere2",
                                   "exaone4-no-window",
-                                  "ernie4_5-plain", "seed_oss-plain", "arcee", "mixtral-all", "qwen2_moe-plain",
-                                  "qwen3_moe", "olmoe-all-heads", "granitemoe", "gpt_oss", "gpt_oss-64",
-                                  "deepseek_v2-27-layers", "deepseek_v2-latent-queries", "deepseek_v3",
-                                  "deepseek_v3-yarn", "gemma4", "gemma4-two-shared", "gemma4-experts"])  # fmt: skip
+                                  "ernie4_5-plain", "seed_oss-plain", "arcee"])  # fmt: skip
 def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
-    """llama.cpp stores keys and values in float16. It rounds the range that the yarn of gpt_oss-64 blends."""
+    """llama.cpp stores keys and values in float16."""
     from nanoinfer.checkpoints.gpt_loading import load_gpt
 
     make_family(case, tmp_path / "hf")
@@ -437,26 +293,3 @@ def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_pat
     differ = best != theirs.argmax(1)
     assert differ.sum() <= 1
     assert np.abs(ours - theirs).max() < 0.2
-
-
-@pytest.mark.parametrize("case", ["phi3", "phi3-long", "glm4", "gemma4-two-shared"])
-def test_llama_cpp_computes_the_same_logits_of_files_that_are_not_exported(
-    case: str, peer: ModuleType, tmp_path: Path
-) -> None:
-    """As the converter writes them: with joined matrices."""
-    from nanoinfer.checkpoints.gpt_loading import load_gpt
-
-    model = make_family(case, tmp_path / "hf")
-    path = convert(model, tmp_path / "a.gguf", **{"tokenizer.ggml.model": "no_vocab"})
-    ids = np.random.default_rng(0).integers(0, 61, 30).tolist()
-    with torch.inference_mode():
-        ours = load_gpt(gguf.open_file(path)[0])(torch.tensor([ids]))[0].numpy()
-    theirs = peer.LlamaCpp(str(path), 1, 64, threads=1).run([(0, ids, True)])
-    assert np.median(np.abs(ours - theirs)) < 0.01
-    assert np.abs(ours - theirs).max() < 0.2
-
-
-def test_a_folder_of_characters_is_a_vocabulary_of_bytes(peer: ModuleType, tmp_path: Path) -> None:
-    model = export(load_model(str(make_folder(tmp_path / "m"))), tmp_path / "a.gguf")
-    assert model.tokenizer is not None
-    assert num_equal(peer, tmp_path / "a.gguf", model.tokenizer.encode("To be"), 0.1, 20, 32) == 20

@@ -15,10 +15,8 @@ from helpers.errors import refuses
 from helpers.families import CASES, GGUF_CASES, make_folder
 from helpers.gguf_files import as_f16, as_f32, as_q8_0, convert
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gpt_loading import load_gpt
-from nanoinfer.checkpoints.huggingface import open_folder
 
 NAME, FIELDS = GGUF_CASES["gemma4-two-shared"]
 
@@ -67,11 +65,3 @@ def test_keys_that_do_not_fit_are_named(model: Any, tmp_path: Path) -> None:
     for divisors, message in ((np.ones(4), "but the heads require [8]"), (np.full(8, 2.0), "divisors must be 1")):
         path = convert(model, tmp_path / "a.gguf", tensors={"rope_freqs.weight": as_f32(divisors)})
         refuses(lambda path=path: gguf.open_file(path), message)
-
-
-def test_shared_keys_that_llama_cpp_takes_from_others_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_folder("gemma4-shared", tmp_path / "hf")
-    gguf_export.write_file(open_folder(tmp_path / "hf"), tmp_path / "a.gguf", "F32", {}, "m")
-    assert "llama.cpp takes shared keys from the two layers before" in caplog.text

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import time
-import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,12 +17,10 @@ import torch
 from helpers.errors import refuses
 from helpers.evil_pickle import Evil
 from helpers.models import make_model
-from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers.tokenizer import decode
 
@@ -137,35 +130,26 @@ def test_a_model_outlives_its_file(tmp_path: Path) -> None:
 # Hostile ckpt.pt -------------------------------------------------------------------------------------
 
 
-def test_the_evil_pickle_works(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Evil(tmp_path / "marker")))
-    assert (tmp_path / "marker").exists()
-
-
-@pytest.mark.parametrize("where", ["raw", "legacy", "zip", "model", "optimizer", "config"])
+@pytest.mark.parametrize("where", ["raw", "model", "config"])
 def test_a_checkpoint_runs_no_code(tmp_path: Path, where: str) -> None:
+    """PyTorch refuses it, which is one line here."""
     path, evil = tmp_path / "ckpt.pt", Evil(tmp_path / "marker")
     if where == "raw":
         path.write_bytes(pickle.dumps(evil))
-    elif where == "legacy":
-        torch.save(evil, path, _use_new_zipfile_serialization=False)
     else:
-        torch.save(evil if where == "zip" else checkpoint() | {where: evil}, path)
-    refuses(lambda: load_checkpoint(path), "ckpt.pt", "system" if where not in ("raw", "legacy") else "")
+        torch.save(checkpoint() | {where: evil}, path)
+    refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read", "system" if where != "raw" else "")
     assert not (tmp_path / "marker").exists()
+    assert pickle.loads(pickle.dumps(evil)) == 0
+    assert (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.999])
 def test_truncated_checkpoints(tmp_path: Path, keep: float) -> None:
     path = write(tmp_path / "ckpt.pt", checkpoint())
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * keep)])
     refuses(lambda: load_checkpoint(path), "ckpt.pt")
-
-
-def test_a_checkpoint_of_random_bytes(tmp_path: Path) -> None:
-    (tmp_path / "ckpt.pt").write_bytes(bytes(range(256)) * 8)
-    refuses(lambda: load_checkpoint(tmp_path / "ckpt.pt"), "ckpt.pt")
 
 
 @pytest.mark.parametrize(
@@ -269,123 +253,13 @@ def test_tensors_that_share_their_bytes_claim_no_memory(tmp_path: Path) -> None:
     refuses(lambda: load_checkpoint(write(tmp_path / "ckpt.pt", content)), "bytes")
 
 
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Bound the CPU time: what used to take 15 to 30 seconds takes a fraction of one."""
-    start = time.process_time()
-    yield
-    assert time.process_time() - start < seconds
-
-
-def rewrite(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> Path:
-    """A checkpoint with other records: name and content -> content."""
-    whole = path.with_name("whole.pt")
-    if not whole.exists():
-        write(whole, checkpoint())
-    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w", compression) as new:
+def test_compressed_records_are_not_mapped(tmp_path: Path) -> None:
+    """Mapped, they would be garbage in silence."""
+    write(tmp_path / "whole.pt", checkpoint())
+    with zipfile.ZipFile(tmp_path / "whole.pt") as old, zipfile.ZipFile(tmp_path / "ckpt.pt", "w", 8) as new:
         for name in old.namelist():
-            new.writestr(name, change(name, old.read(name)))
-    return path
-
-
-def with_pickle(path: Path, raw: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
-    return rewrite(path, lambda name, content: raw if name.endswith("data.pkl") else content, compression)
-
-
-def test_records_shorter_than_their_tensors(tmp_path: Path) -> None:
-    """The tensors that the pickle declares extend past the end of the file; mapped memory would end the process."""
-    write(tmp_path / "whole.pt", checkpoint(replace(CONFIG, vocab_size=50304)))
-    path = rewrite(tmp_path / "ckpt.pt", lambda name, content: content[:4] if "/data/" in name else content)
-    refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read", "fewer than the pickle declares")
-
-
-PRIME = 2**61 - 1
-COLLIDING = {
-    "integers": b"".join(b"\x8a\x20" + (i * PRIME).to_bytes(32, "little") + b"K\x01" for i in range(1, 20_000)),
-    "digits": b"".join(b"L%dL\nK\x01" % (i * PRIME) for i in range(1, 20_000)),
-    "tuples": b"".join(b"K\x01K" + bytes([i % 256]) + b"\x86K\x01" for i in range(20_000)),
-    "deep": b")" + b"\x85" * 1000 + b"K\x01",
-    "lists": b"]K\x01",
-}
-
-
-@pytest.mark.parametrize("items", COLLIDING.values(), ids=COLLIDING)
-def test_keys_that_take_long_to_hash_are_refused(tmp_path: Path, items: bytes) -> None:
-    """Their hashes are equal, so that each is compared with all before it; or hashing them recurses."""
-    path = with_pickle(tmp_path / "ckpt.pt", b"\x80\x02}(" + items + b"u.")
-    (tmp_path / "meta.pkl").write_bytes(b"\x80\x02}(" + items + b"u.")
-    with within(3):
-        refuses(lambda: load_checkpoint(path), "cannot be read", "64 bits" if items[:1] in (b"\x8a", b"L") else "a key")
-        refuses(lambda: load_meta(tmp_path / "meta.pkl"), "meta.pkl")
-
-
-@pytest.mark.parametrize("opcode", [b"N", b"]", b"(", b"N0"], ids=repr)
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-@pytest.mark.slow_if(lambda opcode, compression: opcode != b"N" and compression == zipfile.ZIP_STORED)
-def test_a_long_pickle_is_refused_in_time(tmp_path: Path, opcode: bytes, compression: int) -> None:
-    """95 KB, deflated, were 95 MB of opcodes."""
-    num_bytes = (8 if compression == zipfile.ZIP_STORED else 95) << 20
-    path = with_pickle(
-        tmp_path / "ckpt.pt", b"\x80\x02" + opcode * ((num_bytes - 9) // len(opcode)) + b".", compression
-    )
-    with within(5):
-        refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read")
-
-
-def test_compressed_records_are_refused(tmp_path: Path) -> None:
-    """Mapped, they were garbage in silence."""
-    path = rewrite(tmp_path / "ckpt.pt", lambda _, content: content, zipfile.ZIP_DEFLATED)
-    refuses(lambda: load_checkpoint(path), "compressed", "save it again with torch.save")
-    with zipfile.ZipFile(tmp_path / "whole.pt") as old, zipfile.ZipFile(path, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED if "/data/" in name else zipfile.ZIP_STORED)
-    refuses(lambda: load_checkpoint(path), "data/0", "compressed")
-
-
-@pytest.mark.parametrize("name", ["DATA.PKL", "Data/0", "data.pkl"])
-def test_two_records_of_one_name(tmp_path: Path, name: str) -> None:
-    """PyTorch compares names without case: it would read the second one, which nothing has checked."""
-    path = rewrite(tmp_path / "ckpt.pt", lambda _, content: content)
-    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        archive.writestr(f"whole/{name}", b"\x80\x02" + b")" + b"\x85" * 10**6 + b".")
-    refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read")
-
-
-@pytest.mark.parametrize("offset", [0, 1 << 20, 2**63, 2**64 - 1])
-@pytest.mark.parametrize("field", range(6))
-def test_a_zip64_record_that_points_elsewhere(tmp_path: Path, field: int, offset: int) -> None:
-    """One reader reads the archive: it loads as it is, or not at all."""
-    path = write(tmp_path / "ckpt.pt", checkpoint())
-    raw = bytearray(path.read_bytes())
-    end, locator = raw.rindex(b"PK\x06\x06"), raw.rindex(b"PK\x06\x07")
-    place = [locator + 8, end + 4, end + 24, end + 32, end + 40, end + 48][field]
-    raw[place : place + 8] = offset.to_bytes(8, "little")
-    path.write_bytes(raw)
-    with suppress(NanoinferError):
-        assert torch.equal(load_checkpoint(path)[0](IDS), make_model(CONFIG)(IDS))
-
-
-def test_a_table_of_contents_without_end(tmp_path: Path) -> None:
-    path = rewrite(tmp_path / "ckpt.pt", lambda _, content: content)
-    with zipfile.ZipFile(path, "a") as archive:
-        for i in range(30_000):
-            archive.writestr(f"whole/data/{'x' * 60}{i}", b"")
-    with within(3):
-        refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read", "table of contents")
-
-
-@pytest.mark.parametrize("byte", range(0, 46, 1))
-def test_a_table_of_contents_with_one_byte_changed(tmp_path: Path, byte: int) -> None:
-    path = write(tmp_path / "ckpt.pt", checkpoint())
-    raw = bytearray(path.read_bytes())
-    entries = [i for i in range(len(raw)) if raw.startswith(b"PK\x01\x02", i)]
-    for entry in (entries[0], entries[len(entries) // 2]):
-        broken = bytearray(raw)
-        broken[entry + byte] ^= 0xFF
-        path.write_bytes(broken)
-        with suppress(NanoinferError):
-            load_checkpoint(path)
+            new.writestr(name, old.read(name))
+    assert torch.equal(load_checkpoint(tmp_path / "ckpt.pt")[0](IDS), make_model(CONFIG)(IDS))
 
 
 def test_tensors_of_any_layout(tmp_path: Path) -> None:
@@ -402,59 +276,10 @@ def test_tensors_of_any_layout(tmp_path: Path) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("engine", ["recompute", "static", "native"])
-def test_parameters_load_on_every_engine(tmp_path: Path, engine: str) -> None:
-    if engine == "native":
-        pytest.importorskip("nanoinfer._native")
-    content = checkpoint()
-    params = SamplingParams(max_tokens=9, temperature=0)
-    expected = LLM(str(write(tmp_path / "plain.pt", content)), engine=engine, device="cpu").generate([[1, 2]], params)
-    content["model"] = {name: torch.nn.Parameter(t) for name, t in content["model"].items()}
-    out = LLM(str(write(tmp_path / "ckpt.pt", content)), engine=engine, device="cpu").generate([[1, 2]], params)
-    assert out[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-
-
-def test_plain_data_of_pytorch_is_admitted(tmp_path: Path) -> None:
-    extra = {"size": torch.Size([2, 3]), "device": torch.device("cpu"), "dtype": torch.bfloat16, "seed": 2**63}
-    path = write(tmp_path / "ckpt.pt", checkpoint() | {"extra": extra, "rng": torch.get_rng_state()})
-    assert torch.equal(load_checkpoint(path)[0](IDS), make_model(CONFIG)(IDS))
-
-
-@pytest.mark.parametrize("size", [0, 1000, 10_000])
-def test_a_checkpoint_cut_short_while_it_is_read(tmp_path: Path, size: int) -> None:
-    """nanoGPT begins to write its next checkpoint over it: mapped, that would end the process with SIGBUS."""
-    path = write(tmp_path / "ckpt.pt", checkpoint())
-    weights = open_checkpoint(path)[0].read()
-    next(weights)
-    os.truncate(path, size)
-    refuses(lambda: list(weights), "ckpt.pt", "was changed while it was read")
-
-
-def test_a_checkpoint_is_closed_when_its_weights_are_gone(tmp_path: Path) -> None:
-    path = write(tmp_path / "ckpt.pt", checkpoint())
-    gc.collect()
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        weights, _ = open_checkpoint(path)
-        assert len(os.listdir("/proc/self/fd")) == before + 1
-        load_gpt(weights)
-        del weights
-        assert len(os.listdir("/proc/self/fd")) == before
-    finally:
-        gc.enable()
-
-
-def test_a_tuple_nested_too_deep_does_not_end_the_process(tmp_path: Path) -> None:
-    """Hashing it would overflow the C stack."""
-    path = with_pickle(tmp_path / "ckpt.pt", b"\x80\x02}" + b")" + b"\x85" * 10**6 + b"K\x01s.")
-    refuses(lambda: load_checkpoint(path), "more than 250000 opcodes")
-
-
 # meta.pkl --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_a_meta_pkl_of_any_protocol(tmp_path: Path, protocol: int) -> None:
     chars = sorted({*map(chr, range(32, 600)), "\n", "日", "🎉"})
     meta = {
@@ -484,20 +309,11 @@ PROTO = b"\x80\x05"
     [
         pickle.dumps(META | {"x": Fraction(1, 2)}),
         pickle.dumps(OrderedDict(META)),
-        pickle.dumps(META | {"x": bytearray(b"ab")}),
-        pickle.dumps(META | {"x": {1, 2}}),
-        pickle.dumps(META)[:-1],
         pickle.dumps(META)[:40],
         b"",
         b"garbage",
         PROTO + b"}r\xff\xff\xff\xff.",  # LONG_BINPUT: a memo of 2**32 entries
         PROTO + b"\x96" + (2**62).to_bytes(8, "little") + b".",  # BYTEARRAY8: a buffer of 2**62 bytes
-        PROTO + b"\x96" + (2**28).to_bytes(8, "little") + b".",
-        PROTO + b"\x8d" + (2**62).to_bytes(8, "little") + b".",  # BINUNICODE8
-        PROTO + b"\x95" + (2**62).to_bytes(8, "little") + b".",  # FRAME
-        PROTO + b"})" + b"\x85" * 500_000 + b"K\x01s.",  # a tuple so deep that hashing it ends the process
-        PROTO + b"(" * 100_000,
-        PROTO + b"]" * 100_000 + b".",
         PROTO + b"\x82\x01.",  # EXT1: an object registered by number
         PROTO + b"K\x01Q.",  # a persistent object
     ],
@@ -564,18 +380,13 @@ def test_the_tokenizer_beside_the_checkpoint_comes_first(tmp_path: Path) -> None
     assert find_meta(tmp_path / "out" / "ckpt.pt", "shakespeare_char") == beside
 
 
-@pytest.mark.parametrize("dataset", ["../../x", "..", "../x", "x/../../x", "", "a/b", None, 3, ["x"]], ids=repr)
+@pytest.mark.parametrize("dataset", ["../../x", "..", "x/../../x", "", "/x", None, 3], ids=repr)
 def test_a_data_set_name_does_not_lead_elsewhere(tmp_path: Path, dataset: object) -> None:
-    for place in ("x", "run/x", "run", "run/data", "run/data/a/b", "run/data/3"):
+    for place in ("x", "run/x", "run", "run/data", "run/data/3"):
         write_meta(tmp_path / place / "meta.pkl")
     loaded = load_model(str(write(tmp_path / "run" / "out" / "ckpt.pt", checkpoint(dataset=dataset))))
     assert loaded.tokenizer is None
     assert "no tokenizer" in loaded.no_tokenizer_reason
-
-
-def test_an_absolute_data_set_name_is_not_followed(tmp_path: Path) -> None:
-    elsewhere = write_meta(tmp_path / "elsewhere" / "meta.pkl").parent
-    assert find_meta(tmp_path / "run" / "out" / "ckpt.pt", str(elsewhere)) is None
 
 
 def test_a_broken_meta_pkl_leaves_the_model_usable(tmp_path: Path) -> None:

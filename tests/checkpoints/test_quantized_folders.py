@@ -16,14 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from helpers.errors import refuses
 from helpers.families import CASES as FAMILY_CASES
-from helpers.families import make_folder, transformers
+from helpers.families import make_folder
 from helpers.models import edit_config, load_gpt
 from helpers.quantized import CASES, E2M1, Case, Stored, base_folder, gptq, group, quantized_folders
 from helpers.quantized import packed as packed_integers
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import huggingface, packed
-from nanoinfer.checkpoints.gguf import export as gguf_export
-from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.checkpoints.quantized.base import TABLES, QuantizedTensor
 from nanoinfer.checkpoints.quantized.methods import dequantized
@@ -76,18 +74,18 @@ def test_families_that_store_matrices_otherwise(config: str, case: str, tmp_path
     assert dict(packed.open_folder(tmp_path / "packed").block_formats) == dict(open_folder(quantized).block_formats)
 
 
-def test_bitsandbytes_nf4_with_nested_scales_of_a_flat_matrix(tmp_path: Path, llama: Path) -> None:
-    """The first of a pair is in the high bits, and blocks of 64 go over the ends of rows of 96."""
+def test_bitsandbytes_nf4_with_nested_scales(tmp_path: Path, llama: Path) -> None:
+    """The first of a pair is in the high bits."""
     rng = np.random.default_rng(0)
     table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
     nested_table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
 
     def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
-        codes, count = rng.integers(0, 16, w.size), -(-w.size // 64)
+        codes, count = rng.integers(0, 16, w.size), w.size // 32
         absmax = rng.integers(0, 256, count).astype(np.uint8)
         nested = rng.uniform(0.1, 0.2, -(-count // 32)).astype(np.float32)
         largest = nested_table.astype(np.float64)[absmax] * np.repeat(nested.astype(np.float64), 32)[:count] + 0.25
-        state = f'{{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": {list(w.shape)},' \
+        state = f'{{"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": {list(w.shape)},' \
                 ' "nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 0.25}'  # fmt: skip
         stored = {
             ".weight": torch.tensor(codes[::2] << 4 | codes[1::2], dtype=torch.uint8).reshape(-1, 1),
@@ -97,20 +95,9 @@ def test_bitsandbytes_nf4_with_nested_scales_of_a_flat_matrix(tmp_path: Path, ll
             ".weight.nested_quant_map": torch.tensor(nested_table),
             ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
         }
-        return stored, (table.astype(np.float64)[codes] * np.repeat(largest, 64)[: w.size]).reshape(w.shape)
+        return stored, (table.astype(np.float64)[codes] * np.repeat(largest, 32)).reshape(w.shape)
 
     case = replace(CASES["gptq"], config={"quant_method": "bitsandbytes", "load_in_4bit": True}, pack=pack)
-    same_values(*quantized_folders(llama, tmp_path, case))
-
-
-def test_bitsandbytes_int8(tmp_path: Path, llama: Path) -> None:
-    def pack(w: np.ndarray, rng: np.random.Generator) -> tuple[Stored, np.ndarray]:
-        codes, largest = rng.integers(-127, 128, w.shape), rng.uniform(0.5, 2, len(w)).astype(np.float32)
-        stored = {".weight": torch.tensor(codes, dtype=torch.int8), ".SCB": torch.tensor(largest)}
-        stored[".weight_format"] = torch.tensor(0, dtype=torch.uint8)
-        return stored, codes * (largest.astype(np.float64)[:, None] / 127)
-
-    case = replace(CASES["gptq"], config={"quant_method": "bitsandbytes", "load_in_8bit": True}, pack=pack)
     same_values(*quantized_folders(llama, tmp_path, case))
 
 
@@ -167,17 +154,17 @@ def test_a_mixture_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_quantized_table_of_per_layer_embeddings(tmp_path: Path) -> None:
-    """A row of bitsandbytes has a scale, and makes one of our rows for each layer."""
+    """A row of FP8 has a scale, and makes one of our rows for each layer."""
     make_folder("gemma4", tmp_path)
     name, stored = "model.embed_tokens_per_layer.weight", load_file(tmp_path / "model.safetensors")
-    codes = torch.randint(-127, 128, stored[name].shape, dtype=torch.int8)
+    codes = torch.randn(stored[name].shape).to(torch.float8_e4m3fn)
     scales = torch.rand(len(codes)) + 1
-    stored |= {name: codes, name.replace("weight", "SCB"): scales}
+    stored |= {name: codes, name.replace("weight", "weight_scale"): scales}
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8"})
     found = dict(open_folder(tmp_path).read())["transformer.per_layer.wte.weight"]
     assert found.shape == (61 * 4, 19)
-    expected = codes.double() * scales.double()[:, None] / 127
+    expected = codes.double() * scales.double()[:, None]
     np.testing.assert_allclose(found.float32(), expected.reshape(-1, 19), rtol=1e-6)
 
 
@@ -226,14 +213,6 @@ def test_a_gpt_oss_whose_experts_are_mxfp4(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert found[0] == found[1]
     assert found[0].token_ids[0] == int(model(torch.tensor([[3, 9, 27]])).logits[0, -1].argmax())
-    gguf_export.write_file(weights, tmp_path / "a.gguf", "MXFP4_MOE", {}, "m")
-    written = gguf.open_file(tmp_path / "a.gguf")[0]
-    assert weights.block_formats.items() <= written.block_formats.items()
-    for (name, tensor), (_, same) in zip(weights.read(), written.read(), strict=True):
-        assert name not in weights.block_formats or np.array_equal(same.float32(), tensor.float32()), name
-    huggingface.save(weights, tmp_path / "saved")  # dequantized
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
-    torch.testing.assert_close(saved(idx).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -447,8 +426,7 @@ TENSORS: list[tuple[str, str, Change, str]] = [
     ("int8-channel", ".weight", lambda t: t.short(), ".weight is int16, but must be int8 or float8_e4m3fn"),
     ("compressed-mxfp4", ".weight_scale", lambda t: t[:, :-1], ".weight_packed is [64, 48], but must be [64, 32]"),
     ("fp8-blocks", ".weight_scale_inv", lambda t: t[:-1], "or one a row, or one for each 40 x 40 block"),
-    ("fbgemm", ".weight", lambda t: t.float(), ".weight is float32, but must be float8_e4m3fn or float8_e5m2"),
-    ("fbgemm", ".weight", lambda t: t[:, :-1].contiguous(), ".weight is [64, 95], but the config requires [64, 96]"),
+    ("fp8-blocks", ".weight", lambda t: t.float(), ".weight is float32, but must be float8_e4m3fn or float8_e5m2"),
 ]  # fmt: skip
 
 
@@ -514,16 +492,14 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", "gptq-3-bits", "awq", "packed-int4-zero-points", "compressed-mxfp4", "fp8-blocks"]
-)
+@pytest.mark.parametrize("name", ["gptq-3-bits", "packed-int4-zero-points", "compressed-mxfp4", "fp8-blocks"])
 def test_changed_folders_load_or_are_refused_in_one_line(name: str, llama: Path, tmp_path: Path) -> None:
     rng = random.Random(name)
     folder, _ = quantized_folders(llama, tmp_path, CASES[name])
     original = load_file(folder / "model.safetensors")
     names = [key for key in original if key.startswith(DOWN)]
     messages = []
-    for _ in range(60):
+    for _ in range(40):
         config, tensors = dict(CASES[name].config), dict(original)
         if rng.random() < 0.3:
             config[rng.choice([*config, "format", "dynamic", "weight_block_size"])] = rng.choice(ODD)
@@ -538,16 +514,16 @@ def test_changed_folders_load_or_are_refused_in_one_line(name: str, llama: Path,
             list(open_folder(folder).read())
         except NanoinferError as e:
             messages.append(str(e))
-    assert 30 < len(messages) <= 60
+    assert 20 < len(messages) <= 40
     assert not [message for message in messages if len(message) > 700 or "\n" in message]
 
 
 BAD_STATES = [
     ("x", "is not JSON"),
-    ("[1]", "shape=None, which is not that of a matrix"),
-    ('{"shape": [2, 2.5]}', "shape=[2, 2.5], which is not that of a matrix"),
-    ('{"shape": [64, 96], "blocksize": 0}', "blocksize=0, which is not a number of values"),
-    ('{"shape": [64, 97], "blocksize": 64}', "has 3072 bytes, but [64, 97] values of 4 bits need 3104"),
+    ('{"shape": [2, 2.5]}', "shape=[2, 2.5] is not that of a matrix"),
+    ('{"shape": [64, 96], "blocksize": 0}', "blocksize=0 "),
+    ('{"shape": [64, 96], "blocksize": 64}', "blocksize=64 does not divide the 96 columns"),
+    ('{"shape": [64, 128], "blocksize": 32}', "weight is [3072, 1], but must be [4096, 1]"),
     ('{"shape": [64, 96], "blocksize": 32}', "absmax is [96], but must be [192]"),
 ]  # fmt: skip
 

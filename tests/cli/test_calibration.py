@@ -1,4 +1,4 @@
-"""--calibrate of `nanoinfer pack` and `nanoinfer export`: results, what files record, and errors."""
+"""--calibrate of `nanoinfer pack`: results, what files record, and errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoints.gguf.file import read_gguf
-from nanoinfer.checkpoints.gguf.model import open_file
 from nanoinfer.checkpoints.packed import FILE, open_folder
-from nanoinfer.checkpoints.weights import POSITIONS
 from nanoinfer.cli.app import run
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.stored import read_with_metadata
@@ -46,22 +43,6 @@ def test_a_packed_folder_is_calibrated(tmp_path: Path, text: Path, capsys: pytes
     assert len(LLM(str(calibrated), threads=1).generate("To", GREEDY)[0].outputs[0].token_ids) == 4
 
 
-def test_an_exported_file_is_calibrated(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, calibrated = tmp_path / "plain.gguf", tmp_path / "calibrated.gguf"
-    arguments = ["export", "shakespeare-draft", "--format", "Q4_0"]
-    assert run([*arguments, str(plain)]) == 0
-    assert run([*arguments, str(calibrated), "--calibrate", str(text), "--calibrate-tokens", "512"]) == 0
-    assert capsys.readouterr().err.endswith(f"bytes, calibrated on 512 tokens of {text}\n")
-    metadata = read_gguf(calibrated).metadata
-    assert metadata["nanoinfer.calibration.sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
-    assert metadata["nanoinfer.calibration.tokens"] == 512
-    before, after = (dict(open_file(path)[0].read()) for path in (plain, calibrated))
-    for name, tensor in before.items():
-        values = tensor.float32()
-        expected = values.ndim == 1 or name in (POSITIONS, "transformer.wte.weight")  # in F32, and the head in Q8_0
-        assert np.array_equal(values, after[name].float32()) == expected, name
-
-
 @pytest.mark.parametrize(
     ("content", "flags", "words"),
     [
@@ -86,17 +67,7 @@ def test_errors_of_pack(
     assert not folder.exists()
 
 
-def test_errors_of_export(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "a.gguf"
-    assert run(["export", "shakespeare", str(target), "--format", "Q8_0", "--calibrate", str(text)]) != 0
-    assert "--calibrate has no effect on Q8_0" in capsys.readouterr().err
-    assert run(["export", "shakespeare", str(target), "--format", "Q4_0", "--calibrate-tokens", "999"]) != 0
-    assert "--calibrate-tokens needs --calibrate FILE" in capsys.readouterr().err
-    assert not target.exists()
-
-
 def test_a_model_without_a_tokenizer(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "a.gguf"
-    arguments = ["export", "random:smollm2-135m", str(target), "--format", "Q4_0", "--calibrate", str(text)]
+    arguments = ["pack", "random:smollm2-135m", "-o", str(tmp_path / "p"), *INT4, "--calibrate", str(text)]
     assert run(arguments) != 0
     assert "--calibrate needs a tokenizer" in capsys.readouterr().err

@@ -21,25 +21,17 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
-        self.hold_after: int | None = None
-        """Bytes of a large file after which the rest does not come."""
-        self.damage = False
-        """Whether the first byte of large files is changed on the way."""
-        self.requests: list[tuple[str, str, str]] = []
-        """Method, path and range of each request."""
+        self.requests: list[tuple[str, str]] = []
+        """Method and path of each request."""
 
     @property
     def endpoint(self) -> str:
         """Value of HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_port}"
 
-    def downloads(self) -> list[tuple[str, str]]:
-        """Return the names and ranges of the files whose content was requested."""
-        return [
-            (path.rsplit("/", 1)[1], ranges)
-            for method, path, ranges in self.requests
-            if (method, "/resolve/" in path) == ("GET", True)
-        ]
+    def downloads(self) -> list[str]:
+        """Return the names of the files whose content was requested."""
+        return [path.rsplit("/", 1)[1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
 
     def __enter__(self) -> HubServer:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -58,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.requests.append((self.command, path, self.headers.get("Range", "")))
+        self.server.requests.append((self.command, path))
         for repo_id, files in self.server.repositories.items():
             if path.startswith(f"/api/models/{repo_id}"):
                 return self._describe(repo_id, files, path)
@@ -82,25 +74,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str, content: bytes) -> None:
         large = name.endswith(LARGE)
         etag = (hashlib.sha256 if large else hashlib.sha1)(content).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
         if large:
             headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
-            content = b"?" + content[1:] if self.server.damage else content
-        first, status = 0, 200
-        if asked := self.headers.get("Range", ""):
-            first, status = int(asked.removeprefix("bytes=").split("-")[0]), 206
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self._answer(status, content[first:], headers, self.server.hold_after if large else None)
+        self._answer(200, content, headers)
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str], limit: int | None = None) -> None:
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:limit])
-            if limit is not None:
-                self.rfile.read()  # until the client closes the connection
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test's output clean."""

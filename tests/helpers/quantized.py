@@ -232,7 +232,7 @@ CASES: dict[str, Case] = {
         fp8((32, 32), dtype=torch.float8_e8m0fnu),
     ),
     "fp8-tensor": Case({"quant_method": "fp8", "activation_scheme": "static"}, fp8(None, ".weight_scale")),
-    "fbgemm": Case({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8((1, 0), ".weight_scale")),
+    "fp8-rows": Case({"quant_method": "fp8"}, fp8((1, 0), ".weight_scale")),
     "gptq": Case(_gptq(), gptq(), "q4_0"),
     "gptq-v2": Case(_gptq(checkpoint_format="gptq_v2"), gptq(version=2), "q4_0"),
     "gptq-zero-points": Case(_gptq(sym=False), gptq(symmetric=False), "q5_0"),

@@ -78,6 +78,9 @@ def test_experts_that_do_not_fit_the_config_are_refused(name: str, tmp_path: Pat
 def test_a_saved_model_is_the_same_to_transformers(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = case
     weights = open_folder(folder)
+    if not FAMILIES[weights.config.family].written:
+        refuses(lambda: save(weights, tmp_path / "saved"), f"family {weights.config.family} cannot be written")
+        return
     save(weights, tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager").eval()
     assert type(loaded).__name__ == FAMILIES[weights.config.family].architecture
@@ -146,8 +149,6 @@ def test_the_text_model_of_a_model_of_texts_and_images(kind: str, tmp_path: Path
     weights = open_folder(tmp_path / "model")
     idx = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
-    save(weights, tmp_path / "saved")
-    assert open_folder(tmp_path / "saved").config == weights.config
 
 
 @torch.inference_mode()

@@ -42,7 +42,6 @@ HALVES = {
     "Q6_K": (208,),
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
-    "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
 RTOL = 2e-6  # of the sum of |w x|: float32 sums
@@ -151,7 +150,7 @@ LAYERS = (  # q, k, v, output, gate, up, down
     ("Q5_K", "Q3_K", "Q2_K", "Q5_0", "Q4_1", "Q8_0", "IQ4_XS"),  # gate and up share their inputs
     ("IQ4_NL", "MXFP4", "Q5_1", "Q2_K", "F16", "Q3_K", "MXFP4"),
     ("Q5_K", "F32", "Q5_K", "Q4_0", "Q8_0", "F32", "Q5_K"),
-    ("TQ1_0", "TQ2_0", "TQ1_0", "TQ2_0", "TQ2_0", "TQ1_0", "TQ1_0"),
+    ("TQ2_0",) * 7,
 )
 
 
@@ -200,7 +199,7 @@ def test_every_matrix_keeps_its_formats(mixed_file: Path) -> None:
     assert formats[layer(3) + "attn.c_attn.weight"] == (("q5_k", 4 * D), ("q8_0", 2 * D), ("q5_k", 2 * D))
     assert formats[layer(2) + "mlp.c_gate.weight"] == (("q8_0", F),)  # stored in F16, and shares its inputs with c_fc
     assert formats[layer(3) + "mlp.c_fc.weight"] == (("q8_0", F),)
-    assert formats[layer(4) + "attn.c_attn.weight"] == (("tq2_0", 8 * D),)  # TQ1_0 is converted
+    assert formats[layer(4) + "attn.c_attn.weight"] == (("tq2_0", 8 * D),)
     assert formats[layer(1) + "mlp.c_gate.weight"] == (("q4_1", F),)
 
 

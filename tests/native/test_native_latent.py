@@ -14,9 +14,7 @@ from helpers.gguf_files import as_q8_0, convert
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import all_logits, engine_of
 from nanoinfer.checkpoints import huggingface, packed
-from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf import model as gguf
-from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import StepBatch
 
@@ -88,16 +86,12 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stored", ["keys and values of each head", "of all heads", "Q4_K_M"])
+@pytest.mark.parametrize("stored", ["keys and values of each head", "of all heads"])
 def test_matrices_in_blocks_of_a_gguf_file(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of heads are multiplied in their blocks, unless keys have to be transposed."""
     monkeypatch.setitem(families.CASES, "wide", ("DeepseekV3Config", families.CASES["deepseek_v3"][1] | WIDE))
     model = families.make_folder("wide", tmp_path / "hf")
-    if stored == "of all heads":
-        convert(model, tmp_path / "a.gguf", as_q8_0)
-    else:
-        format = stored if stored == "Q4_K_M" else "Q8_0"
-        gguf_export.write_file(open_folder(tmp_path / "hf"), tmp_path / "a.gguf", format, {}, "m")
+    convert(model, tmp_path / "a.gguf", as_q8_0, split_heads=stored != "of all heads")
     weights, _ = gguf.open_file(tmp_path / "a.gguf")
     tokens = TOKENS % 61
     expected = load_gpt(weights).eval()(torch.tensor(tokens)).detach().numpy()

@@ -1,8 +1,8 @@
 """Load and save the Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors.
 
-Covered: one file, or all shards with or without their index; GPT-2's tensor names with and without the `transformer.`
-prefix; tied and untied heads; `pytorch_model.bin` if there is no safetensors file (torch_archive.py reads it without
-executing code). Not covered: sharded `pytorch_model.bin`; consolidated.safetensors.
+Covered: one file, or shards with their index; GPT-2's tensor names with and without the `transformer.`
+prefix; tied and untied heads; `pytorch_model.bin` if there is no safetensors file (torch_file.py reads it without
+executing code). Not covered: sharded `pytorch_model.bin`.
 
 A field of config.json that requests an unsupported feature is an error that names the field. No field that changes the
 model's output is ignored.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +21,13 @@ import numpy as np
 
 from nanoinfer.checkpoints.quantized.base import QuantizedTensor
 from nanoinfer.checkpoints.quantized.methods import dequantized
-from nanoinfer.checkpoints.torch_archive import check_state, read_archive
+from nanoinfer.checkpoints.torch_file import read_checkpoint, stored_tensors
 from nanoinfer.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Family
 from nanoinfer.models.families.fields import Fields
-from nanoinfer.models.parameters import CORRECTION, shapes
+from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_int, show
@@ -48,7 +46,6 @@ _IMAGES = tuple(
         "multi_modal_projector. connector. image_newline embed_vision. embed_audio."
     ).split()
 )
-_SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
@@ -65,16 +62,8 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
     refuse_adapter(folder)
-    if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
-        raise NanoinferError(
-            f"{escaped(folder)} has params.json and no config.json, the layout of Mistral's and Meta's own code: give a"
-            " folder in the Hugging Face layout (config.json, model.safetensors)"
-        )
     config = read_config(folder / "config.json", quantized=True)
     quantization = quantization_of(folder / "config.json")
-    if quantization is None and (path := folder / "hf_quant_config.json").is_file():
-        known = "save it as compressed-tensors, or use a GGUF file"
-        raise NanoinferError(f"{escaped(path)}: weights quantized by modelopt are not supported: {known}")
     stored: dict[str, StoredTensor] = {}
     files = [_text_part(_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
@@ -115,11 +104,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    if path.name != PICKLED:
-        return read_safetensors(path)
-    state, num_bytes = read_archive(path)
-    check_state(state, num_bytes, escaped(path))
-    return state  # type: ignore[no-any-return]  # checked
+    return stored_tensors(read_checkpoint(path), path) if path.name == PICKLED else read_safetensors(path)
 
 
 def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -151,9 +136,6 @@ def weight_files(folder: Path) -> list[Path]:
         if (path := folder / name).is_file():
             return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())
-    shards = [m for name in there if (m := _SHARD.fullmatch(name))]
-    if shards and [(int(m[1]), int(m[2])) for m in shards] == [(i + 1, len(shards)) for i in range(len(shards))]:
-        return [folder / m[0] for m in shards]
     found = escaped(", ".join(there[:8])) or "nothing"
     raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it contains: {found})")
 
@@ -173,30 +155,14 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
-def _fuse(tensors: dict[str, HostTensor], name: str, family: Family, num_experts: int) -> None:
-    """Replace the tensor `name` and those that follow it by the one as which the family stores them."""
-    stem, _, suffix = name.rpartition(".")
-    for whole, parts in family.fused.items():
-        if (base := stem.removesuffix(f".{parts[0].format(0)}")) == stem:
-            continue
-        stacked = "{}" in parts[0]
-        names = [part.format(e) for e in range(num_experts if stacked else 1) for part in parts]
-        found = [tensors.pop(f"{base}.{part}.{suffix}") for part in names]
-        arrays = [part.dense().values for part in found]
-        if family.alternating:
-            values = np.stack(arrays, axis=1)  # (rows, experts * parts, ...)
-            values = values.reshape(len(values), num_experts, len(parts), -1).transpose(1, 3, 0, 2)
-            values = values.reshape(num_experts, *arrays[0].shape[1:], -1)  # (experts, in, rows) or (experts, rows)
-            tensors[f"{base}.{whole}{'_bias' if suffix == 'bias' else ''}"] = HostTensor(values, found[0].dtype)
-            continue
-        values = np.concatenate(arrays)
-        if stacked:
-            values = values.reshape(num_experts, -1, values.shape[1])
-        tensors[f"{base}.{whole}{'' if family.bare else f'.{suffix}'}"] = HostTensor(values, found[0].dtype)
+def require_writable(config: ModelConfig) -> None:
+    """Raise NanoinferError if `save` cannot write a model."""
+    if not FAMILIES[config.family].written or config.rounded_inputs:
+        raise NanoinferError(f"models of the family {config.family} cannot be written as a folder: keep the original")
 
 
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
-    """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
+    """Write a model as a Hugging Face folder that `transformers` loads.
 
     Each file is written to a temporary file and renamed, so that readers never see a partial file. Models without
     biases get biases of zero, because the layout always has biases.
@@ -205,33 +171,22 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
         weights: of the model.
         folder: created if it does not exist.
         tokenizer_json: content of tokenizer.json, if there is one.
-        dtype: dtype of the stored weights but corrections; None is `weights.dtype`.
+        dtype: dtype of the stored weights; None is `weights.dtype`.
 
     Raises:
-        NanoinferError: the folder cannot be written.
+        NanoinferError: the folder, or a model of the family, cannot be written.
     """
+    require_writable(weights.config)
     config, dtype = weights.config, dtype or weights.dtype
     family = FAMILIES[config.family]
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
-        kept = "float32" if name.endswith(CORRECTION) else dtype
-        tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(kept)))
-    tensors = family.to_stored(config, tensors)
-    firsts = tuple(f".{parts[0].format(0)}.{of}" for parts in family.fused.values() for of in ("weight", "bias"))
-    for name in [name for name in tensors if name.endswith(firsts)]:
-        _fuse(tensors, name, family, 0 if config.experts is None else config.experts.count)
+        tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
     if config.family == "gpt2":  # its layout always has biases
         for name, shape in shapes(replace(config, bias=True)).items():
             zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None
             if zeros is not None and name not in tensors:
                 tensors[name] = zeros
-    if config.rounded_inputs:  # BitNet's layers: stored values times a scale
-        one = HostTensor(np.ones(1, np.float32), "float32").to(dtype)
-        tensors |= {
-            name.replace(".weight", ".weight_scale"): one
-            for name, tensor in tensors.items()
-            if len(tensor.shape) == 2 and name.startswith(family.layer.partition("{}")[0])
-        }
     files = {
         "model.safetensors": to_safetensors(tensors),
         "config.json": json.dumps(config_to_dict(config, dtype), indent=2).encode() + b"\n",

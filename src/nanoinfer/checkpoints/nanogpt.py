@@ -3,9 +3,7 @@
     nanoGPT     `ckpt.pt` (weights and config), `meta.pkl` (a character-level vocabulary)
     nanochat    `model_000650.pt` (weights), `meta_000650.json` (config), `tokenizer.pkl`
 
-Pickles are untrusted: torch_archive.py reads the weights; the others are read by an unpickler without classes and
-functions, or one that knows one class, tiktoken's Encoding. None executes code, and there is no fallback to pickle or
-torch.load.
+Pickles are untrusted, and none executes code (torch_file.py): PyTorch reads the weights.
 
 Covered of nanoGPT: checkpoints of its train.py, compiled (`_orig_mod.`) or not, with or without biases, with any block
 size and vocabulary. Its MLP uses the exact GELU while OpenAI's checkpoints use the tanh approximation, so a ckpt.pt is
@@ -19,13 +17,12 @@ bfloat16. Source: github.com/karpathy/nanochat at 3a5e0bc, nanochat/checkpoint_m
 
 from __future__ import annotations
 
-import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoints.torch_archive import PlainUnpickler, check_state, read_archive
+from nanoinfer.checkpoints.torch_file import PlainUnpickler, read_checkpoint, stored_tensors
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
@@ -50,25 +47,26 @@ def open_checkpoint(path: Path, dtype: str = "float32") -> tuple[Weights, str | 
     Raises:
         NanoinferError: the file is malformed, is not a nanoGPT checkpoint, or contains anything but plain data.
     """
-    checkpoint, num_bytes = read_archive(path)
-    where = escaped(path)
+    checkpoint, where = read_checkpoint(path), escaped(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         keys = list(checkpoint)[:6] if isinstance(checkpoint, dict) else []
-        found = ", ".join(f"{str(k)!r:.40}" for k in keys) or f"a {type(checkpoint).__name__}"
-        raise NanoinferError(f"{where} is not a nanoGPT checkpoint: it must have model and model_args, but has {found}")
+        has = ", ".join(f"{str(k)!r:.40}" for k in keys) or f"a {type(checkpoint).__name__}"
+        raise NanoinferError(f"{where} is not a nanoGPT checkpoint: it must have model and model_args, but has {has}")
     config = _config(checkpoint["model_args"], where)
-    weights = check(config, _state(checkpoint["model"], num_bytes, where, ": model"), where, dtype, _LAYOUT)
+    weights = check(config, _state(checkpoint["model"], path, ": model"), where, dtype, _LAYOUT)
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     return weights, dataset if isinstance(dataset, str) else None
 
 
-def _state(tensors: Any, num_bytes: int, where: str, what: str = "") -> dict[str, StoredTensor]:
+def _state(state_dict: Any, path: Path, what: str = "") -> dict[str, StoredTensor]:
     """Return the checked tensors under their names in a model that is not compiled."""
-    check_state(tensors, num_bytes, where + what)
+    tensors = stored_tensors(state_dict, path, what)
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
     if len(state) != len(tensors):
-        raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
+        raise NanoinferError(
+            f"{escaped(path)} has tensors both with and without the prefix _orig_mod.: keep one of each"
+        )
     return state
 
 
@@ -199,9 +197,7 @@ def open_nanochat(path: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing or malformed, or is of a version of nanochat that is not supported.
     """
     config = _nanochat_config(path.with_name(f"meta_{path.stem.removeprefix('model_')}.json"))
-    tensors, num_bytes = read_archive(path)
-    state = _state(tensors, num_bytes, escaped(path))
-    state = {name: _unpadded(tensor, config) for name, tensor in state.items()}
+    state = {name: _unpadded(tensor, config) for name, tensor in _state(read_checkpoint(path), path).items()}
     return check(config, state, escaped(path), dtype, _NANOCHAT)
 
 
@@ -239,20 +235,8 @@ def find_tokenizer(checkpoint: Path) -> Path | None:
 class _Encoding:
     """Stands for tiktoken's Encoding: pickle creates it without arguments, and then sets its state."""
 
-    state: Any = None
-
-
-class _EncodingUnpickler(PlainUnpickler):
-    """Unpickles an Encoding: containers, strings, integers and bytes."""
-
-    def __init__(self, raw: bytes) -> None:
-        super().__init__(raw, {"tiktoken.core.Encoding": _Encoding}, "NEWOBJ SHORT_BINBYTES BINBYTES")
-
-    def build(self, target: Any, state: Any) -> None:
-        """Set the state of an Encoding."""
-        if type(target) is not _Encoding:
-            raise pickle.UnpicklingError(f"it sets the state of a {type(target).__name__}")
-        target.state = state
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 def load_nanochat_tokenizer(path: Path) -> Tokenizer:
@@ -263,7 +247,7 @@ def load_nanochat_tokenizer(path: Path) -> Tokenizer:
     """
     raw, where = read_limited(path, MAX_TOKENIZER_BYTES, "a tokenizer.pkl"), escaped(path)
     try:
-        state = _EncodingUnpickler(raw).load().state
+        state = PlainUnpickler(raw, {"tiktoken.core.Encoding": _Encoding}).load().state
         ranks, special, pattern = state["mergeable_ranks"], state["special_tokens"], state["pat_str"]
         tokens = in_order(ranks, 0, bytes)
         names = in_order(special, len(tokens))

@@ -1,14 +1,7 @@
 """Models made of a model: its first layers, and the same function in a larger shape.
 
-`truncate_layers` keeps the first layers, the final layer norm and the output head (early exit). The result approximates
-the model's output at a fraction of its cost, so it can serve as a draft that needs no training. Elhoushi et al.,
-"LayerSkip", 2024, train models for early exit. GPT-2 was not trained for it, so the acceptance rate is low; a separate
-draft model of the same cost is better.
-
-`widen` builds a larger model that computes the same function. Speed can be measured with random weights, but acceptance
-rates and the effect of quantization depend on trained weights, and no trained model of GPT-2's size ships with this
-package. Widening gives a small trained model the size and the cost of a GPT-2 without changing its function (Net2Net,
-Chen et al. 2016, arXiv:1511.05641).
+`truncate_layers` keeps the first layers, the final layer norm and the output head (early exit): a draft that needs no
+training. `widen` builds a larger model that computes the same function (Net2Net, Chen et al. 2016, arXiv:1511.05641):
 
     width    every value of the residual stream is repeated r times: x -> (x, x, ..., x). The mean and variance in a
              layer norm do not change. A linear layer sums r copies of each input, so its weights are divided by r.
@@ -18,9 +11,8 @@ Chen et al. 2016, arXiv:1511.05641).
     depth    the output projections (c_proj, weight and bias) of an added layer are zero, so it adds nothing to the
              residual. Its other weights are copied from a layer of the model, so that it costs as much as one.
 
-In exact arithmetic the logits are equal; in float32 they differ by rounding. Figures that use a widened model must say
-so: it is no more capable than its source. All copies of a weight are quantized alike, so quantization errors are the
-source's and say nothing about a trained model of the larger size.
+In exact arithmetic the logits are equal; in float32 they differ by rounding. What figures of a widened model show is in
+docs/builtin-models.md.
 """
 
 from __future__ import annotations
@@ -38,17 +30,16 @@ from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_int
 
-PER_LAYER = {"transformer.per_layer.wte.weight": True, "transformer.per_layer.c_in.weight": False}
-"""Matrices whose rows are those of all layers -> whether a layer has one row (for each token), or per_layer_dim."""
-
 
 def truncate_layers(weights: Weights, n_layer: int) -> Weights:
     """Return the weights of a model with only its first `n_layer` layers, read from the same source.
 
     Raises:
-        NanoinferError: n_layer is not in [1, config.n_layer - 1].
+        NanoinferError: n_layer is not in [1, config.n_layer - 1], or the model has per-layer embeddings.
     """
     config = weights.config
+    if config.per_layer_dim:
+        raise NanoinferError("a model with per-layer embeddings has no first layers of its own: use another draft")
     if not 1 <= n_layer < config.n_layer:
         raise NanoinferError(f"{n_layer} layers of a model of {config.n_layer}: use 1 to {config.n_layer - 1}")
 
@@ -56,17 +47,9 @@ def truncate_layers(weights: Weights, n_layer: int) -> Weights:
         for name, tensor in weights.read():
             layer = LAYER.match(name)
             if layer is None or int(layer[1]) < n_layer:
-                yield name, _first_layers(tensor, config, n_layer, PER_LAYER[name]) if name in PER_LAYER else tensor
+                yield name, tensor
 
     return replace(weights, config=replace(config, n_layer=n_layer, layers=config.layers[:n_layer]), read=read)
-
-
-def _first_layers(tensor: HostTensor, config: ModelConfig, n_layer: int, one: bool) -> HostTensor:
-    """Return the rows of the first `n_layer` layers of a matrix of PER_LAYER."""
-    dense = tensor.dense()
-    rows, columns = 1 if one else config.per_layer_dim, dense.shape[1]
-    kept = dense.values.reshape(-1, config.n_layer, rows, columns)[:, :n_layer]
-    return replace(dense, values=kept.reshape(-1, columns))
 
 
 def widened(config: ModelConfig, *, n_embd: int, n_layer: int) -> ModelConfig:

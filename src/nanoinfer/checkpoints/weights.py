@@ -192,14 +192,13 @@ def check(
 def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:
     """Return the tensors, those that the family stores as one split into the parts that it names."""
     found: dict[str, StoredTensor] = {}
-    fused = {**family.fused, **family.read_fused}
     num_experts = 0 if config.experts is None else config.experts.count
     for name, tensor in stored.items():
         base, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):  # experts of transformers 5
             base, suffix = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
-        whole = next((w for w in fused if base.endswith(f".{w}")), "")
-        parts = fused.get(whole, ())
+        whole = next((w for w in family.fused if base.endswith(f".{w}")), "")
+        parts = family.fused.get(whole, ())
         if parts and "{}" in parts[0]:
             split = _of_experts(tensor, num_experts, len(parts), family.alternating)
             parts = tuple(part.format(expert) for expert in range(num_experts) for part in parts)

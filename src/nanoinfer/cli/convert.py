@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 NUM_TOKENS = 16384
 """Default of --calibrate-tokens."""
-_CALIBRATE = "UTF-8 text of the kind that the model is used for, by which {} weights rounding errors."
+_CALIBRATE = "UTF-8 text of the kind that the model is used for, by which --quantization int4 weights rounding errors."
 _FLAGS = ("dtype", "quantization", "threads")
 
 
 @command("pack")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
 @option("output", "Folder to write; must be empty or not exist.", "FOLDER")
-@option("calibrate", _CALIBRATE.format("--quantization int4"), "FILE")
+@option("calibrate", _CALIBRATE, "FILE")
 @option("calibrate_tokens", "Tokens of the text to use at most, in windows that are spread over it.")
 @config_flag("tokenizer")
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
@@ -59,7 +59,11 @@ def pack(
         require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
         if options.dtype != "auto":
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
-    _check_calibration(calibrate, options.quantization == "int4", options.quantization or options.dtype)
+    if calibrate is not None and options.quantization != "int4":
+        format = options.quantization or options.dtype
+        raise NanoinferError(f"--calibrate has no effect on {format}, whose scales are not searched: leave it out")
+    if calibrate is None and are_given(["calibrate_tokens"]):
+        raise NanoinferError("--calibrate-tokens needs --calibrate FILE")
     loaded = load_model(model, tokenizer=tokenizer)
     if not loaded.weights.has_head:
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
@@ -99,29 +103,24 @@ def pack(
 @command("export")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed.")
 @argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=click.Path(path_type=Path))
-@option("format", "Format of the weights: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M or MXFP4_MOE.", "NAME")
+@option("format", "Format of the weights: F32, F16, BF16 or Q8_0.", "NAME")
 @option("force", "Replace the file if it exists.")
-@option("calibrate", _CALIBRATE.format("Q4_0 and Q4_K_M"), "FILE")
-@option("calibrate_tokens", "Tokens of the text to use at most, in windows that are spread over it.")
 @config_flag("tokenizer")
 @option("no_tokenizer", "Write no tokenizer: the file then takes token ids only.")
 def export(
-    *, model: str, output: Path, format: str = "F16", force: bool, calibrate: Path | None,
-    calibrate_tokens: int = NUM_TOKENS, tokenizer: str | None, no_tokenizer: bool,
-) -> None:  # fmt: skip
-    """Write a model as a GGUF file, which llama.cpp loads.
+    *, model: str, output: Path, format: str = "F16", force: bool, tokenizer: str | None, no_tokenizer: bool
+) -> None:
+    """Write a model as a GGUF file, which llama.cpp loads; its llama-quantize makes other formats of it.
 
     Examples:
         nanoinfer export shakespeare shakespeare.gguf
         nanoinfer export out/notes notes.gguf --format Q8_0
-        nanoinfer export path/to/folder model.gguf --format Q4_K_M
-        nanoinfer export my/folder model.gguf --format Q4_K_M --calibrate text.txt
+        nanoinfer export path/to/folder model.gguf
     """
     from nanoinfer.checkpoints.gguf import export as gguf_export
     from nanoinfer.checkpoints.load import load_model
 
     gguf_export.check_target(output, format, force)
-    _check_calibration(calibrate, format in ("Q4_0", "Q4_K_M"), format)
     loaded = load_model(model, tokenizer=tokenizer)
     if loaded.tokenizer is None and not no_tokenizer:
         log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
@@ -129,31 +128,18 @@ def export(
         metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
     except NanoinferError as e:
         raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
-    if format not in ("F32", "F16", "BF16"):
+    if format == "Q8_0":
         _warn_if_quantized(loaded, format)
     is_quantized = bool(loaded.weights.method or loaded.weights.block_formats)
     file_bytes = loaded.weights.file_bytes
-    note = "" if calibrate is None else _calibrate_model(loaded, calibrate, calibrate_tokens)
     with ProgressBar("export", lines=True) as bar:
         num_bytes = gguf_export.write_file(loaded.take(), output, format, metadata, Path(model).name, bar.update)
     if is_quantized and num_bytes > file_bytes:
         log.warning("the file is larger than the %s bytes of %s, which is quantized", f"{file_bytes:,}", escaped(model))
-    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes{note}", file=sys.stderr)
+    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes", file=sys.stderr)
 
 
-def _check_calibration(calibrate: Path | None, calibrated: bool, format: str) -> None:
-    """Check the flags before a model is loaded. `calibrated`: whether errors are weighted in the format.
-
-    Raises:
-        NanoinferError: the format has no scales to choose, or only the number of tokens is given.
-    """
-    if calibrate is not None and not calibrated:
-        raise NanoinferError(f"--calibrate has no effect on {format}, whose scales are not searched: leave it out")
-    if calibrate is None and are_given(["calibrate_tokens"]):
-        raise NanoinferError("--calibrate-tokens needs --calibrate FILE")
-
-
-def _calibrate_model(loaded: LoadedModel, path: Path, num_tokens: int, threads: int | None = None) -> str:
+def _calibrate_model(loaded: LoadedModel, path: Path, num_tokens: int, threads: int | None) -> str:
     """Add the calibration by a text to a model's weights, in place; return a note for the message about the result.
 
     Raises:
@@ -177,5 +163,5 @@ def _warn_if_quantized(loaded: LoadedModel, format: str) -> None:
     """Warn if weights that are quantized already are to be quantized again, in another format."""
     formats = format_names(loaded.weights.block_formats)
     own = loaded.weights.method or " + ".join(formats)
-    if own and formats != [format.removesuffix("_MOE").lower()]:
+    if own and formats != [format.lower()]:
         log.warning("%s is quantized already (%s): %s rounds its weights again", escaped(loaded.name), own, format)

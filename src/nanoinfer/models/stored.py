@@ -210,7 +210,7 @@ class JoinedTensor:
 def _join(tensors: Sequence[HostTensor]) -> HostTensor:
     """Return tensors of one dtype, one below the other."""
     if len({type(t) for t in tensors}) > 1 and isinstance(first := tensors[0], BlockMatrix):
-        blocks = [t.blocks() for t in tensors if isinstance(t, BlockMatrix)]  # some were converted when they were read
+        blocks = [t.blocks() for t in tensors if isinstance(t, BlockMatrix)]
         return BlockMatrix(np.concatenate(blocks), first.dtype, first.columns, first.dequantize)
     joined = replace(tensors[0], values=np.concatenate([t.values for t in tensors]))
     if isinstance(joined, FileBlocks):

@@ -9,16 +9,8 @@ Not covered: patterns that backtrack without end. The tokenizers library stops t
 a second, and the text is refused.
 
 The lower bound is the length of a text over that of the longest token, so that a prompt that cannot fit is refused at
-once. Tokenizing it takes half a second and 200 MB for a megabyte. The bound holds if each character, or each byte of
-UTF-8, becomes a part of a token, and no step shortens the text:
-
-    normalizer      none; Prepend; Replace of a string by one that is not shorter; before byte-level tokens NFC, which
-                    makes UTF-8 at most 3.5 times shorter (U+1FBE U+0308 U+0301 to U+0390)
-    pre-tokenizer   those that keep the whole text
-    model           BPE of bytes, or of characters with a token for each byte: no part of a text is unknown
-    added tokens    those that do not take the white space around them
-
-Otherwise there is none. WordPiece and Unigram make one token of any number of unknown characters.
+once: tokenizing it takes half a second and 200 MB for a megabyte. There is none where a token may stand for any length:
+of unknown characters, or of what a step removes.
 """
 
 from __future__ import annotations
@@ -138,7 +130,9 @@ def _num_bytes(text: Any) -> int:
     return len(text.encode(errors="replace")) if isinstance(text, str) else 0
 
 
-_NFC_SHRINKS = 4
+_NFC_SHRINKS = 4  # makes UTF-8 at most 3.5 times shorter: U+1FBE U+0308 U+0301 to U+0390
+_NFC = {"type": "NFC"}
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split")
 """Pre-tokenizers that keep the whole text, unless their behavior is Removed."""
 
@@ -167,35 +161,18 @@ def longest_token(
         vocab: its tokens, with the added ones.
     """
     model: Any = core.model
-    if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
+    splits, normal = (list(steps(described(part))) for part in (core.pre_tokenizer, core.normalizer))
     added = core.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):
-        return None
-    splits = list(steps(described(core.pre_tokenizer)))
-    if any(step["type"] not in _KEEP_ALL or step.get("behavior") == "Removed" for step in splits):
-        return None
     in_bytes = any(step["type"] == "ByteLevel" for step in splits)
-    complete = alphabet if in_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
-    if not complete.keys() <= vocab.keys() or not (in_bytes or model.byte_fallback):
+    bytes_ = alphabet if in_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
+    known = type(model).__name__ == "BPE" and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+    known = known and (in_bytes or model.byte_fallback) and bytes_.keys() <= vocab.keys()
+    keep = all(step["type"] in _KEEP_ALL and step.get("behavior") != "Removed" for step in splits)
+    keep = keep and not any(token.lstrip or token.rstrip for token in added)
+    plain = (
+        step == _NFC if in_bytes else step["type"] in ("Sequence", "Prepend") or step == _SPACES for step in normal
+    )
+    if not known or not keep or not all(plain):
         return None
-    shrinks = [_shrinks(step, in_bytes) for step in steps(described(core.normalizer))]
-    if None in shrinks:
-        return None
-    texts = [core.normalizer.normalize_str(t.content) if t.normalized and core.normalizer else t.content for t in added]
-    length = max([*map(len, vocab), *(len(text.encode()) if in_bytes else len(text) for text in texts)])
-    return LongestToken(length * max([1, *filter(None, shrinks)]), in_bytes)
-
-
-def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> int | None:
-    """Return how many times shorter a step of the normalizer can make a text; None: not known."""
-    if step["type"] in ("Sequence", "Prepend"):
-        return 1
-    if step["type"] == "NFC" and in_bytes:
-        return _NFC_SHRINKS
-    pattern, content = step.get("pattern"), step.get("content")
-    literal = pattern.get("String") if isinstance(pattern, dict) else None
-    if step["type"] == "Replace" and isinstance(literal, str) and isinstance(content, str):
-        before, after = (literal.encode(), content.encode()) if in_bytes else (literal, content)
-        return 1 if len(before) <= len(after) else None
-    return None
+    length = max([*map(len, vocab), *(len(token.content.encode()) for token in added)])
+    return LongestToken(length * (_NFC_SHRINKS if in_bytes and normal else 1), in_bytes)

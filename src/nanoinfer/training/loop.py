@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gpt_loading import init_weights, load_gpt
 from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
-from nanoinfer.models.parameters import CORRECTION
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import data, distill
@@ -148,10 +148,8 @@ def _start_from(config: TrainConfig) -> tuple[Transformer, tokenizers.Tokenizer,
     """Return a copy of an existing model with its positions cropped to block_size, its tokenizer and the JSON."""
     override = None if config.tokenizer in ("char", "bpe") else config.tokenizer
     loaded = load_model(config.init, tokenizer=override)
-    if loaded.config.rounded_inputs:  # whose gradient is 0
-        raise NanoinferError(
-            f"init={config.init!r} rounds its inputs (rounded_inputs=True): such models are not trained"
-        )
+    with about(f"init={config.init!r}"):
+        huggingface.require_writable(loaded.config)
     if loaded.tokenizer is None:
         raise NanoinferError(f"init={config.init!r}: {loaded.no_tokenizer_reason}")
     if config.block_size > loaded.config.block_size:
@@ -161,8 +159,6 @@ def _start_from(config: TrainConfig) -> tuple[Transformer, tokenizers.Tokenizer,
     start = load_gpt(loaded.weights.shortened(config.block_size))
     model = Transformer(start.config, config.dropout)
     model.load_state_dict(start.state_dict())
-    for name, p in model.named_parameters():
-        p.requires_grad_(not name.endswith(CORRECTION))  # which chooses experts, and has no gradient
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 

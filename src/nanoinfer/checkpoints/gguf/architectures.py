@@ -1,4 +1,4 @@
-"""llama.cpp's architectures: the keys of their metadata as fields of a config.json and back, and names of tensors.
+"""llama.cpp's architectures: the keys of their metadata as fields of a config.json, of some also back, and tensors.
 
 A key that is a field under another name is a row of a table, which reads and writes it; functions do the others. A file
 of deepseek2 with `key_length_mla` has one matrix of keys and one of values for each head, as ours are; files before
@@ -77,9 +77,6 @@ OF_HEADS = ("attn_k_b.weight", "attn_v_b.weight")
 """Endings of tensors with three dimensions, the heads first."""
 JOINED_HEADS = "attn_kv_b"
 """Keys and values of all heads in one matrix, in files before April 2025."""
-
-
-_LITE = 27  # layers of DeepSeek-V2-Lite, by which llama.cpp knows it
 
 
 @dataclass(frozen=True)
@@ -356,9 +353,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", _experts, _GRANITE, interleaved=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, (_WINDOW,), names={"ln_2": "post_attention_norm"}),
-    "gptoss": Architecture(
-        "gpt_oss", _gpt_oss, (_WINDOW,), names={"attn.c_proj": "attn_out", "attn.sinks": "attn_sinks"}
-    ),
     "gemma3": Architecture(
         "gemma3_text",
         _gemma3,
@@ -413,9 +407,7 @@ def describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "attention.head_count": config.n_head,
         epsilon: float(config.norm_epsilon),
     }
-    fields = FAMILIES[config.family].write(config)
-    found |= _describe_experts(config, arch) | _describe_rotary(config, arch) | ARCHITECTURES[arch].write(fields)
-    found |= _describe_latent(config, fields)
+    found |= _describe_rotary(config) | ARCHITECTURES[arch].write(FAMILIES[config.family].write(config))
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
     if windowed.window is not None:
         found["attention.sliding_window"] = windowed.window
@@ -425,26 +417,12 @@ def describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
     if arch == "stablelm":
         found["use_parallel_residual"] = config.parallel_residual
-    if arch == "gemma4":
-        found |= gguf_gemma4.describe(config, fields)
     if config.activation == "gelu":
         log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
     return found
 
 
-def _describe_experts(config: ModelConfig, arch: str) -> dict[str, Value]:
-    """Return the keys of a mixture of experts."""
-    if (experts := config.experts) is None:
-        return {}
-    found: dict[str, Value] = {"expert_count": experts.count, "expert_used_count": experts.per_token}
-    if arch in ("gpt-oss", "gemma4"):
-        found["expert_feed_forward_length"] = experts.width
-    if not arch.startswith(("qwen", "deepseek", "gemma4")):
-        found["feed_forward_length"] = experts.width
-    return found
-
-
-def _describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
+def _describe_rotary(config: ModelConfig) -> dict[str, Value]:
     """Return the keys of rotary positions, and of the heads that have them."""
     if (rotary := _rotary(config)) is None:
         return {}
@@ -457,7 +435,7 @@ def _describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
     }
     if rotary.scaling == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
-    if rotary.scaling == "yarn" and config.latent is None:  # `_describe_latent` writes that of DeepSeek
+    if rotary.scaling == "yarn":
         found |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rotary.factor),
@@ -466,8 +444,6 @@ def _describe_rotary(config: ModelConfig, arch: str) -> dict[str, Value]:
             "rope.scaling.yarn_beta_fast": float(rotary.high_freq_factor),
             "rope.scaling.yarn_beta_slow": float(rotary.low_freq_factor),
         }
-        if not rotary.truncate:
-            log.warning("llama.cpp rounds the range of pairs that yarn blends: its logits differ slightly")
         if not math.isclose(rotary.attention_factor, 0.1 * math.log(rotary.factor) + 1.0, rel_tol=1e-4):
             log.warning("llama.cpp ignores attention_factor=%g: its logits differ", rotary.attention_factor)
         if rotary.query_growth:
@@ -482,42 +458,9 @@ def _rotary(config: ModelConfig) -> Rotary | None:
 
 
 def rotary_divisors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """Return what Llama 3's scaling divides the frequencies by, or Gemma 4's; None for other models."""
+    """Return what Llama 3's scaling divides the frequencies by; None for other models."""
     rotary = _rotary(config)
-    if rotary is not None and config.family == "gemma4_text":
-        turning = rotary.num_turning if rotary.scaling == "proportional" else rotary.dim // 2
-        return np.where(np.arange(rotary.dim // 2) < turning, 1.0, gguf_gemma4.STILL).astype(np.float32)
     if rotary is None or rotary.scaling != "llama3":
         return None
     divisors: NDArray[np.float32] = frequencies(replace(rotary, scaling="none")) / frequencies(rotary)
     return divisors
-
-
-def _describe_latent(config: ModelConfig, fields: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the keys of latent attention and its experts that rows do not express."""
-    if (latent := config.latent) is None:
-        return {}
-    mixture = config.experts
-    assert mixture is not None
-    found: dict[str, Value] = {
-        "attention.value_length": latent.rank,
-        "attention.key_length_mla": latent.query_dim,
-        "attention.value_length_mla": latent.value_dim,
-        "expert_gating_func": 2 if mixture.scoring == "sigmoid" else 1,
-    }
-    if not latent.query_rank and config.n_layer != _LITE:
-        log.warning("llama.cpp loads models without a latent of queries only if they have %d layers", _LITE)
-    if mixture.groups > 1:
-        found |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_per_token}
-        if mixture.group_top == 1:
-            log.warning("llama.cpp scores groups of experts by their best two, the model by their best one")
-    if (scaling := fields["rope_scaling"]) is not None:
-        found |= {
-            "rope.scaling.type": scaling["rope_type"],
-            "rope.scaling.factor": float(scaling["factor"]),
-            "rope.scaling.original_context_length": scaling.get("original_max_position_embeddings", config.block_size),
-            "rope.scaling.yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
-            "rope.scaling.yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
-            "rope.scaling.yarn_log_multiplier": 0.1 * float(scaling.get("mscale_all_dim", 0.0)),
-        }
-    return found

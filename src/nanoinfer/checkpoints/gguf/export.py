@@ -3,8 +3,7 @@
 The header is written first, and model.py reads it back: a model that a GGUF file cannot describe is an error before any
 tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
 
-The formats of the tensors in Q4_K_M, Q4_0, Q8_0 and MXFP4_MOE are those of llama.cpp's quantizer (src/llama-quant.cpp),
-which gives the attention of models with 8 experts more bits.
+llama.cpp's quantizer makes other formats of the files.
 """
 
 from __future__ import annotations
@@ -19,24 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     FREQUENCIES,
-    OF_HEADS,
-    SHARED_GATE,
-    STACKED,
-    STACKED_BIASES,
     describe,
     rotary_divisors,
 )
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
-from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS
-from nanoinfer.checkpoints.gguf.quantize import QUANTIZERS, quantize
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, quantize_q8_0
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
-from nanoinfer.checkpoints.weights import Weights, more_bits
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.base import Family
@@ -50,11 +43,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "MXFP4_MOE": 38}
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 """Formats of whole files -> general.file_type, by which llama.cpp names them."""
+WRITTEN = (
+    "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "smollm3", "phi",
+    "granite", "stablelm", "cohere", "cohere2", "exaone4", "ernie4_5", "seed_oss", "arcee", "starcoder2", "ministral3",
+)  # fmt: skip
+"""Families that are written, beside those that are one of these with a window."""
 _NUMBERS = {format.name: number for number, format in FORMATS.items()}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256; then float16
 _ALIGNMENT = 32
 _CHUNK = 1 << 22  # values that are converted at a time
 _LARGEST = 65504  # of float16
@@ -112,16 +109,13 @@ def write_file(
     for ours, shape in shapes(config).items():
         recipe = family.recipe(config, ours, shape[0])
         rest = shape[1:] if recipe.folded == 1 else (math.prod(shape[1:]) * recipe.folded,)
-        tensors |= {part: _stored_shape(part, (rows, *rest), config) for part, rows in recipe.parts}
+        tensors |= {part: (rows, *rest) for part, rows in recipe.parts}
     divisors = rotary_divisors(config)
     if divisors is not None:
         tensors = {FREQUENCIES: divisors.shape} | tensors
-    formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
+    formats = {part: format_of(part, shape, format) for part, shape in tensors.items()}
     metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
     metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
-    if (calibration := weights.calibration) is not None:
-        metadata |= {"nanoinfer.calibration.sha256": calibration.sha256}
-        metadata |= {"nanoinfer.calibration.tokens": calibration.num_tokens}
     metadata |= {f"{arch}.{key}": value for key, value in describe(config, arch).items()}
     header, starts, size = _header(metadata | dict(text), tensors, formats)
     try:
@@ -134,9 +128,9 @@ def write_file(
             file.flush()
             _check_readable(Path(file.name), path, config, arch)
             done, total = 0, size - len(header)
-            for part, tensor, importance in _stored(weights, config, layout.added_to_norms, family):
+            for part, tensor in _stored(weights, config, layout.added_to_norms, family):
                 try:
-                    _write(file, starts[part], tensor, formats[part], importance)
+                    _write(file, starts[part], tensor, formats[part])
                 except ValueError as e:
                     raise NanoinferError(f"tensor {part} {e}: choose another format than {format}") from None
                 done += file.tell() - starts[part]
@@ -146,57 +140,32 @@ def write_file(
     return size
 
 
-def _stored_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
-    """Return the dimensions of a tensor in the file, which has the same values in the same order."""
-    if name.endswith(STACKED) and config.experts is not None:
-        return config.experts.count, shape[0] // config.experts.count, shape[1]
-    if name.endswith(STACKED_BIASES) and config.experts is not None:
-        return config.experts.count, shape[0] // config.experts.count
-    if name.endswith(OF_HEADS):
-        return config.n_head, shape[0] // config.n_head, shape[1]
-    return shape[1:] if name.endswith(SHARED_GATE) else shape
-
-
 def architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture."""
-    # known by a window, or experts
-    shared = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek_v2"}
+    shared = {"mistral": "llama", "olmo3": "olmo2"}  # known by a window
     family = shared.get(config.family, config.family)
-    written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if not layout.gate_in_up}
-    found = [arch for arch, name in written.items() if name == family]
-    if not found:
-        known = ", ".join(written.values())
+    written = {arch: layout.family for arch, layout in ARCHITECTURES.items() if layout.family in WRITTEN}
+    archs = [arch for arch, name in written.items() if name == family]
+    if not archs:
+        known = ", ".join(WRITTEN)
         raise NanoinferError(
             f"models of the family {config.family} cannot be written as GGUF: only {known}, {', '.join(shared)}"
         )
-    return found[0]
+    return archs[0]
 
 
 def _completed(config: ModelConfig, arch: str) -> ModelConfig:
     """Return the config of a model with all tensors that llama.cpp requires: biases and a head of its own."""
-    if arch in ("gpt2", "gptneox", "gpt-oss"):
-        config = dataclasses.replace(config, bias=("qkv", "proj") if arch == "gpt-oss" else True)
+    if arch in ("gpt2", "gptneox"):
+        config = dataclasses.replace(config, bias=True)
     return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
 
 
-def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
-    """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
-    if len(shape) == 1 or name.endswith(("position_embd.weight", "_norm.weight", *STACKED_BIASES)):
+def format_of(name: str, shape: tuple[int, ...], format: str) -> str:
+    """Return the format of a tensor in a file: matrices have that of the file if their rows are whole blocks."""
+    if len(shape) == 1 or name.endswith(("position_embd.weight", "_norm.weight")):
         return "F32"
-    part = name.split(".")[-2]
-    if part == "ffn_gate_inp":  # the router
-        return "F32"
-    of_experts = {"MXFP4_MOE": "MXFP4" if part.endswith("_exps") else "Q8_0"}
-    wanted = ({"Q4_K_M": "Q4_K"} | of_experts).get(format, format)
-    is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
-    better = format == "Q4_K_M" and (part in ("attn_v", "attn_qkv") or part.startswith("ffn_down"))
-    better = better and more_bits(int(name.split(".")[1]), config.n_layer)
-    if wanted in ("Q4_K", "Q4_0") and (is_head or better):
-        wanted = "Q6_K"
-    for found in (wanted, _FALLBACKS.get(wanted, "F16")):
-        if shape[-1] % BY_NAME[found].block_size == 0:
-            return found
-    return "F16"
+    return format if shape[-1] % BY_NAME[format].block_size == 0 else "F16"
 
 
 def _header(
@@ -272,27 +241,22 @@ def comparable(config: ModelConfig) -> dict[str, Any]:
     return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
 
 
-def _stored(
-    weights: Weights, config: ModelConfig, added: float, family: Family
-) -> Iterator[tuple[str, HostTensor, NDArray[np.float32] | None]]:
-    """Yield the tensors of the file, with the importance of its inputs: first those of the model."""
-    left = shapes(config)
+def _stored(weights: Weights, config: ModelConfig, added: float, family: Family) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the tensors of the file: first those of the model."""
+    missing = shapes(config)
     for name, tensor in weights.read():
-        del left[name]
+        del missing[name]
         for part, stored in family.recipe(config, name, tensor.shape[0]).stored(tensor.dense()):
             if added and part.endswith("norm.weight"):
                 stored = HostTensor(stored.float32() + np.float32(added), "float32")
-            yield part, stored, weights.importance(name)
-    for name, shape in left.items():  # biases that the model lacks; a tied head
+            yield part, stored
+    for name, shape in missing.items():  # biases that the model lacks; a tied head
         tied = name == "lm_head.weight"
         tensor = next(weights.read())[1].dense() if tied else HostTensor(np.zeros(shape, np.float32), "float32")
-        for part, stored in family.recipe(config, name, shape[0]).stored(tensor):
-            yield part, stored, weights.importance(name)
+        yield from family.recipe(config, name, shape[0]).stored(tensor)
 
 
-def _write(
-    file: BinaryIO, start: int, tensor: HostTensor, format: str, importance: NDArray[np.float32] | None = None
-) -> None:
+def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
     """Write a tensor in a format, some rows at a time. Raises ValueError if values are too large for the format."""
     values = tensor.values.reshape(len(tensor.values), -1)
     file.seek(start)
@@ -300,8 +264,5 @@ def _write(
         part = HostTensor(values[at : at + step], tensor.dtype)
         if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
             raise ValueError("has values that float16 cannot represent (above 65,504 or not finite)")
-        if format in QUANTIZERS:
-            blocks = quantize(format, part.float32(), importance)
-        else:
-            blocks = part.to(_DTYPES[format]).values
+        blocks = quantize_q8_0(part.float32()) if format == "Q8_0" else part.to(_DTYPES[format]).values
         file.write(np.ascontiguousarray(blocks).data)

@@ -5,19 +5,11 @@ Source: llama.cpp, conversion/gemma.py and src/models/gemma4.cpp.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from nanoinfer.checkpoints.gguf.file import Value
 from nanoinfer.checkpoints.gguf.metadata import LAYER_TYPES, Metadata, Row
-from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.stored import StoredTensor, contiguous
-
-log = logging.getLogger("nanoinfer")
+from nanoinfer.models.stored import StoredTensor
 
 NAMES: dict[str, str | tuple[str, ...]] = {
     "per_layer.wte": "per_layer_token_embd",
@@ -37,10 +29,10 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "mlp.shared.c_fc": "ffn_up",
     "mlp.shared.c_proj": "ffn_down",
 }
-JOINED = ("ffn_gate_up_exps.weight", "ffn_gate_up_exps.bias")
-"""Endings of tensors that have the gate of each expert, and its first matrix below."""
+JOINED = "ffn_gate_up_exps.weight"
+"""Ending of a tensor that has the gate of each expert, and its first matrix below."""
 SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_exps.{}"}
-"""Names in a file with such tensors, after `split`."""
+"""Names in a file with such a tensor, after `split`."""
 STILL = 1e30
 """What llama.cpp divides the frequencies of pairs by that do not turn."""
 
@@ -106,50 +98,18 @@ def _turning(m: Metadata, width: int) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / width}
 
 
-def split(tensor: StoredTensor, num_experts: int, alternating: bool) -> list[StoredTensor]:
+def split(tensor: StoredTensor, num_experts: int) -> list[StoredTensor]:
     """Return the gate and the first matrix of each expert, one after the other, of a tensor with all of them.
 
     Args:
-        tensor: matrices, (experts, rows, in), or biases, (experts, rows).
+        tensor: matrices, (experts, rows, in).
         num_experts: number of experts.
-        alternating: whether the rows of both alternate, as in Ollama's files of gpt-oss; else they are halves.
 
     Raises:
         NanoinferError: it is not one of so many experts.
     """
-    fits = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and tensor.block_format is None)
-    if not fits or tensor.shape[0] != num_experts or tensor.shape[1] % 2:
+    if len(tensor.shape) != 3 or tensor.shape[0] != num_experts or tensor.shape[1] % 2:
         raise NanoinferError(
-            f"tensor {JOINED[0]} is {list(tensor.shape)}, which is not two matrices of {num_experts} experts"
+            f"tensor {JOINED} is {list(tensor.shape)}, which is not two matrices of {num_experts} experts"
         )
-    shape = (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
-    whole = replace(tensor, shape=shape, strides=contiguous(shape))
-    if not alternating:
-        return whole.equal_parts(2 * num_experts)
-    return [part for one in whole.equal_parts(num_experts) for part in one.alternate(2)]
-
-
-def describe(config: ModelConfig, fields: dict[str, Any]) -> dict[str, Value]:
-    """Return the keys from which `read` reads a model; `fields` are those of config.json."""
-    at = [config.at(i) for i in range(config.n_layer)]
-    ropes, width, local = fields["rope_parameters"], at[-1].head_dim, config.head_dim  # the last layer is global
-    found: dict[str, Value] = {
-        "feed_forward_length": _values([one.mlp_dim for one in at]),
-        "attention.head_count_kv": _values([one.n_kv_head for one in at]),
-        "attention.sliding_window_pattern": np.array([kind.window is not None for kind in config.layers]),
-        "rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
-    }
-    for kind, size in (("", width), ("_swa", local)):
-        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
-            found[f"{name}{kind}"] = size
-    if "sliding_attention" in ropes:
-        found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
-    first = config.n_layer - fields["num_kv_shared_layers"]
-    if any(kind.kv_layer not in (None, first - (2 if kind.window else 1)) for kind in config.layers):
-        log.warning("llama.cpp takes shared keys from the two layers before: it computes other logits, or none")
-    return found
-
-
-def _values(of_layers: list[int]) -> Value:
-    """Return a number that all layers have, or those of each."""
-    return of_layers[0] if len(set(of_layers)) == 1 else np.array(of_layers)
+    return tensor.merged().equal_parts(2 * num_experts)

@@ -19,8 +19,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import BY_NAME
-from nanoinfer.checkpoints.gguf.quantize import OFFSETS, assemble
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, OFFSETS, assemble
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import ChangedTensor, StoredTensor, contiguous

@@ -5,7 +5,7 @@ are those of the formula in exact arithmetic; references compute in float16 or i
 
     fp8                 OCP 8-bit Floating Point (E4M3, E5M2) and Microscaling Formats (E8M0); DeepSeek-V3's
                         inference/kernel.py (weight_dequant: a scale for each 128 x 128 block)
-    bitsandbytes        QLoRA (Dettmers et al. 2023, arXiv 2305.14314); functional.py (NF4, FP4, double quantization)
+    bitsandbytes        QLoRA (Dettmers et al. 2023, arXiv 2305.14314); functional.py (NF4, double quantization)
     mxfp4               Microscaling Formats (E2M1, E8M0); transformers' integrations/mxfp4.py (the blocks of gpt-oss)
     gptq                Frantar et al. 2022, arXiv 2210.17323; AutoGPTQ's auto_gptq/nn_modules/qlinear, GPTQModel's
                         gptqmodel/nn_modules/qlinear/torch.py: 2 to 8 bits in words of 32
@@ -52,11 +52,6 @@ from nanoinfer.utils.checks import require_float, show
 from nanoinfer.utils.files import RegularFile, escaped, parse_json
 
 log = logging.getLogger("nanoinfer")
-
-_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
-"""Ends of the name of the tensor that has the JSON of a matrix of bitsandbytes."""
-_MAPS = (".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-_MAX_STATE_BYTES = 1 << 16  # it has about 200
 
 
 def floats(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -110,98 +105,43 @@ def _fp8(f: Fields) -> Scheme:
     return Scheme(lambda parts: float8(parts, next(e for e in ends if e in parts), block), activations=True)
 
 
-def _fbgemm(f: Fields) -> Scheme:
-    f.known.update("modules_to_not_convert activation_scale_ub".split())
-    return Scheme(lambda parts: float8(parts, ".weight_scale", None), activations=True)
+_STATE, _NESTED = ".weight.quant_state.bitsandbytes__nf4", ".weight.nested_absmax"
 
 
-@dataclass(frozen=True, eq=False)
-class _Bits4:
-    """NF4 and FP4: code of 4 bits -> a number, times the largest magnitude of a block of consecutive values."""
-
-    by_block: Scaled
-    """A row for each block, the last of which may have more values than the matrix."""
-    shape: tuple[int, ...]
-
-    @property
-    def file(self) -> RegularFile:
-        return self.by_block.file
-
-    def exact(self) -> tuple[None, str]:
-        return None, "codes are not integers"
-
-    def dense(self) -> NDArray[np.float32]:
-        return self.by_block.dense().reshape(-1)[: prod(self.shape)].reshape(self.shape)
-
-    def blocks(self, format: str) -> NDArray[np.uint8]:
-        raise AssertionError  # there is no format
-
-
-def _state(parts: Parts) -> tuple[dict[str, Any], str]:
-    """Return the JSON of a matrix, and the name of its tensor's end."""
-    nf4, fp4 = _STATES
-    end = fp4 if fp4 in parts else nf4
-    tensor = parts.take(end, ("uint8",), (None,))
-    if tensor.shape[0] > _MAX_STATE_BYTES:
-        raise parts.error(end, f"has {tensor.shape[0]} bytes; the limit is {_MAX_STATE_BYTES}")
-    state = parse_json(tensor.read().values.tobytes(), f"tensor {show(parts.stem + end)[1:-1]} is not JSON")
-    return state if isinstance(state, dict) else {}, end
-
-
-def _size(parts: Parts, end: str, state: dict[str, Any], name: str) -> int:
-    value = state.get(name)
-    if type(value) is not int or not 0 < value <= 1 << 20:
-        raise parts.error(end, f"has {name}={show(value)}, which is not a number of values")
-    return value
-
-
-def _bits4(parts: Parts) -> Codec:
-    state, end = _state(parts)
-    shape = state.get("shape")
-    packed = parts.take(".weight", ("uint8",))
-    if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 2**31 for n in shape)):
-        raise parts.error(end, f"has shape={show(shape)}, which is not that of a matrix")
-    count, size = prod(shape), _size(parts, end, state, "blocksize")
-    if prod(packed.shape) != -(-count // 2):
-        what = f"has {prod(packed.shape)} bytes, but {shape} values of 4 bits need {-(-count // 2)}"
-        raise parts.error(".weight", what)
-    num_blocks = -(-count // size)
+def _nf4(parts: Parts) -> Codec:
+    """Return the codec of a matrix in NF4: code of 4 bits -> a number, times the largest magnitude of a block."""
+    with about(f"tensor {show(parts.stem + _STATE)[1:-1]}"):
+        state = parse_json(parts.take(_STATE, ("uint8",), (None,)).read().values.tobytes(), "it is not JSON")
+        f = Fields(state if isinstance(state, dict) else {})
+        shape, size = f.get("shape"), f.integer("blocksize", 64)
+        if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 2**31 for n in shape)):
+            raise f.error("shape", "is not that of a matrix")
+        if shape[1] % size:
+            raise f.error("blocksize", f"does not divide the {shape[1]} columns, which is not supported")
+    rows, blocks = shape[0], shape[1] // size
+    packed = parts.take(".weight", ("uint8",), (rows * shape[1] // 2, 1))
     table = parts.take(".weight.quant_map", ("float32",), (16,)).read().float32()
+    absmax = parts.take(".weight.absmax", ("uint8" if _NESTED in parts else "float32",), (rows * blocks,))
 
-    def codes() -> Numbers:
-        pairs = packed.read().values.reshape(-1, 1)
-        each = np.concatenate([pairs >> 4, pairs & 15], axis=1).reshape(-1)
-        return np.resize(each, (num_blocks, size))  # the values after the last one do not count
+    def codes() -> Numbers:  # the first of a pair is in the high bits
+        pairs = packed.read().values
+        both: Numbers = np.concatenate([pairs >> 4, pairs & 15], axis=1).reshape(shape)
+        return both
 
-    nested = ".weight.nested_absmax" in parts
-    absmax = parts.take(".weight.absmax", ("uint8" if nested else "float32",), (num_blocks,))
-    scales = lambda: absmax.read().float32().reshape(-1, 1)  # noqa: E731
-    if nested:
-        nested_size = _size(parts, end, state, "nested_blocksize")
-        largest = parts.take(".weight.nested_absmax", ("float32",), (-(-num_blocks // nested_size),))
+    scales = lambda: absmax.read().float32().reshape(rows, blocks)  # noqa: E731
+    if _NESTED in parts:
+        nested_size = f.integer("nested_blocksize", 256)
+        largest = parts.take(_NESTED, ("float32",), (-(-rows * blocks // nested_size),))
         nested_table = parts.take(".weight.nested_quant_map", ("float32",), (256,))
-        offset = require_float("nested_offset", state.get("nested_offset"), -1e30, 1e30)
+        offset = require_float("nested_offset", f.get("nested_offset"), -1e30, 1e30)
 
         def scales() -> Numbers:
-            of_block = np.repeat(largest.read().float32().astype(np.float64), nested_size)[:num_blocks]
+            of_block = np.repeat(largest.read().float32().astype(np.float64), nested_size)[: rows * blocks]
             exact = nested_table.read().float32().astype(np.float64)[absmax.read().values]
             values: Numbers = exact * of_block + offset
-            return values.reshape(-1, 1)
+            return values.reshape(rows, blocks)
 
-    by_block = Scaled(packed.file, (num_blocks, size), codes, scales, (1, size), table=table)
-    return _Bits4(by_block, tuple(shape))
-
-
-def _bits8(parts: Parts) -> Codec:
-    """LLM.int8: a row's largest magnitude is 127."""
-    weight = parts.take(".weight", ("int8",), (None, None))
-    largest = parts.take(".SCB", ("float32",), (weight.shape[0],))
-    if ".weight_format" in parts and parts.take(".weight_format", ("uint8",)).read().values.any():
-        raise parts.error(".weight_format", "is not 0: only row-major matrices are supported")
-    scales = lambda: largest.read().float32().astype(np.float64).reshape(-1, 1) / 127  # noqa: E731
-    return Scaled(
-        weight.file, weight.shape, lambda: weight.read().values, scales, (1, weight.shape[1]), limits=(-128, 127)
-    )
+    return Scaled(packed.file, (rows, shape[1]), codes, scales, (1, size), table=table)
 
 
 def _bitsandbytes(f: Fields) -> Scheme:
@@ -210,7 +150,7 @@ def _bitsandbytes(f: Fields) -> Scheme:
         " bnb_4bit_use_double_quant bnb_4bit_quant_storage llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
         " llm_int8_skip_modules llm_int8_threshold".split()
     )
-    return Scheme(lambda parts: _bits8(parts) if ".SCB" in parts else _bits4(parts))
+    return Scheme(_nf4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -505,10 +445,9 @@ METHODS: dict[str, Method] = {
         _compressed_tensors,
     ),
     "fp8": Method((".weight_scale_inv", ".weight_scale"), (".weight",), _fp8, linear=False),
-    "fbgemm_fp8": Method((".weight_scale",), (".weight",), _fbgemm, linear=False),
     "bitsandbytes": Method(
-        (".weight.absmax", ".SCB"),
-        (".weight", ".weight_format", *_MAPS, *_STATES),
+        (".weight.absmax",),
+        (".weight", ".weight.quant_map", _NESTED, ".weight.nested_quant_map", _STATE),
         _bitsandbytes,
     ),
     "mxfp4": Method(("_blocks",), ("_scales",), _mxfp4, result=""),
@@ -577,7 +516,7 @@ def _scheme(given: Any) -> tuple[str, Method, Scheme]:
         raise NanoinferError(f"is {show(given)}, not an object")
     f = Fields(given)
     name = f.get("quant_method")
-    if name is None and (f.get("load_in_4bit") or f.get("load_in_8bit")):  # before transformers 4.33
+    if name is None and f.get("load_in_4bit"):  # before transformers 4.33
         name = "bitsandbytes"
     if not isinstance(name, str) or (method := METHODS.get(name)) is None:
         raise NanoinferError(f"quant_method={show(name)} is not supported: only {', '.join(METHODS)} are")

@@ -94,17 +94,13 @@ class Family:
     """Our parts of which a stored row has several, and how many (`Recipe.folded`)."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored tensor of a layer -> those of `names` that are its equal parts, one below the other. If they are of each
-    expert, the tensor has three dimensions, the experts first."""
-    read_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """As `fused`: tensors that are read, and not written."""
-    bare: bool = False
-    """Whether the names of `fused` tensors are complete: they do not end with ".weight"."""
+    expert, the tensor has three dimensions, the experts first. A file may have the parts in its place."""
+    written: bool = True
+    """Whether `huggingface.save` writes models of the family."""
     alternating: bool = False
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
     from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored
     """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
-    to_stored: Callable[[ModelConfig, dict[str, HostTensor]], dict[str, HostTensor]] = lambda config, tensors: tensors
-    """The inverse of `from_stored`."""
 
     def derive(
         self,

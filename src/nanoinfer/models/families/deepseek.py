@@ -20,7 +20,6 @@ from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, magnitude, rope_fields, rotated
 from nanoinfer.models.families.llama import LLAMA
 from nanoinfer.models.stored import ChangedTensor, StoredTensor
-from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_float
 
 ONLY = {"attention_bias": (False,), "moe_layer_freq": (1,), "pretraining_tp": (1, None)}
@@ -165,21 +164,6 @@ def split(config: ModelConfig, name: str, tensor: StoredTensor) -> tuple[StoredT
     return ChangedTensor.of(tensor, shapes[0], keys), ChangedTensor.of(tensor, shapes[1], values)
 
 
-def to_stored(config: ModelConfig, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """`Family.to_stored`."""
-    heads, plain, value, rank = _heads(config)
-    found: dict[str, HostTensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(f"{_KEYS}.weight"):
-            keys = tensor.dense().values.reshape(heads, rank, plain).swapaxes(1, 2)
-            values = tensors[name.replace(_KEYS, _VALUES)].dense().values.reshape(heads, value, rank)
-            joined = np.concatenate((keys, values), 1).reshape(-1, rank)
-            found[name.replace(_KEYS, _KV)] = HostTensor(joined, tensor.dtype)
-        elif not name.endswith(f"{_VALUES}.weight"):
-            found[name.replace(f"{_CORRECTION}.bias", f"{_CORRECTION}_bias")] = tensor
-    return found
-
-
 def _read_v2(f: Fields, config: ModelConfig) -> dict[str, Any]:
     f.only("topk_method", "greedy", "group_limited_greedy")
     groups = {"groups": f.get("n_group"), "groups_per_token": f.get("topk_group")}
@@ -213,9 +197,9 @@ DEEPSEEK_V2 = LLAMA.derive(
     read_layers=_read_v2,
     write_layers=_write_v2,
     order=order,
-    read_fused=experts.STACKED,
+    fused=experts.STACKED,
+    written=False,
     from_stored=from_stored,
-    to_stored=to_stored,
 )
 """DeepSeek-V2, V2-Lite and Coder-V2: latent attention, and experts that are chosen by a softmax, in groups or not."""
 

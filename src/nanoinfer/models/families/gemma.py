@@ -188,7 +188,7 @@ GEMMA4 = GEMMA3.derive(
     write_layers=_write_gemma4,
     folded={"per_layer.wte": lambda config: config.n_layer},
     fused=experts.stacked(_PARTS, "experts"),
-    bare=True,
+    written=False,
 )
 """Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 

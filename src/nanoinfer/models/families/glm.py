@@ -19,6 +19,7 @@ GLM = LLAMA.derive(
     write_layers=partial_fields,
     order=interleaved,
     fused=GATE_UP,
+    written=False,
 )
 """GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs."""
 

@@ -44,6 +44,7 @@ GPT_OSS = LLAMA.derive(
     write_layers=_write_layers,
     transposed=frozenset(experts.STACKED),
     fused=experts.STACKED,
+    written=False,
     alternating=True,
 )
 """gpt-oss: experts with biases and a clamped gate, sinks in attention, windows in every other layer.

@@ -58,7 +58,12 @@ GRANITEMOE = GRANITE.derive(
     harmless=experts.HARMLESS,
     read_layers=_read_moe,
     write_layers=_write_moe,
-    fused={"block_sparse_moe.input_linear": _PARTS[:2], "block_sparse_moe.output_linear": _PARTS[2:]},
-    read_fused={"block_sparse_moe.router": (_ROUTER,)} | experts.stacked(_PARTS, "block_sparse_moe.experts"),
+    fused={
+        "block_sparse_moe.input_linear": _PARTS[:2],
+        "block_sparse_moe.output_linear": _PARTS[2:],
+        "block_sparse_moe.router": (_ROUTER,),
+    }
+    | experts.stacked(_PARTS, "block_sparse_moe.experts"),
+    written=False,
 )
 """Granite 3 with experts: Granite's factors; the experts of a layer are two tensors."""

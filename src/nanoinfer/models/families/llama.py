@@ -75,6 +75,7 @@ BITNET = LLAMA.derive(
     without=("head_dim",),
     biases=ATTENTION_BIAS,
     read_layers=_read_bitnet,
+    written=False,
 )
 """BitNet b1.58: Llama with norms inside attention and MLP, squared ReLU, and inputs of 8 bits if the config quantizes.
 

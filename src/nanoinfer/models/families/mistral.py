@@ -82,7 +82,7 @@ MIXTRAL = MISTRAL.derive(
     harmless=experts.HARMLESS,
     read_layers=_read_mixtral,
     write_layers=_write_mixtral,
-    read_fused={"mlp.gate": ("block_sparse_moe.gate",)} | experts.stacked(_PARTS),
+    fused={"mlp.gate": ("block_sparse_moe.gate",)} | experts.stacked(_PARTS),
 )
 """Mixtral: Mistral with experts."""
 

@@ -82,7 +82,7 @@ OLMOE = LLAMA.derive(
     harmless=experts.HARMLESS,
     read_layers=_read_olmoe,
     write_layers=_write_olmoe,
-    read_fused=experts.STACKED,
+    fused=experts.STACKED,
 )
 """OLMoE: Llama with experts, and a norm of all heads' queries and keys."""
 

@@ -64,5 +64,6 @@ PHI3 = LLAMA.derive(
     read_layers=_read_phi3,
     write_layers=_write_phi3,
     fused=GATE_UP,
+    written=False,
 )
 """Phi-3, Phi-3.5 and Phi-4-mini: Llama with joined matrices, and divisors of the frequencies for long contexts."""

@@ -73,7 +73,7 @@ QWEN2_MOE = LLAMA.derive(
     harmless=experts.HARMLESS,
     read_layers=_read_qwen2_moe,
     write_layers=_write_qwen2_moe,
-    read_fused=experts.STACKED,
+    fused=experts.STACKED,
 )
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared expert."""
 
@@ -103,6 +103,6 @@ QWEN3_MOE = LLAMA.derive(
     harmless=experts.HARMLESS,
     read_layers=_read_qwen3_moe,
     write_layers=_write_qwen3_moe,
-    read_fused=experts.STACKED,
+    fused=experts.STACKED,
 )
 """Qwen3-MoE: Qwen3 with experts in some layers or all."""
