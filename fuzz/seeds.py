@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-
 import tokenizers as hf
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, Row

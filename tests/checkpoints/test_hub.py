@@ -111,12 +111,12 @@ def test_all_parts_of_a_file_are_downloaded(find: Find, hub: HubServer) -> None:
 def test_what_cannot_be_found_is_named(find: Find) -> None:
     names = [f"{REPO}:Q4_K", "them/two:Q8_0", "them/two", "them/none:Q8_0", "hf://them/two/../a.gguf"]
     none, several, default, missing, outside = find(*names)
-    listed = "its GGUF files: play-Q4_K_M.gguf, play-Q8_0.gguf"
-    assert none == f"model {REPO} has no GGUF file with Q4_K in its name; {listed}"
+    listed = f"give one as hf://{REPO}/FILE: play-Q4_K_M.gguf, play-Q8_0.gguf"
+    assert none == f"model {REPO} has no GGUF files with Q4_K in its name: {listed}"
     files = "give one as hf://them/two/FILE: a-Q8_0.gguf, b-Q8_0.gguf"
     assert several == default == f"model them/two has 2 GGUF files with Q8_0 in its name: {files}"
     assert missing.startswith("model 'them/none' could not be fetched from the Hugging Face Hub (")
-    assert outside.startswith("model them/two has no GGUF file with the path ../a.gguf; ")
+    assert outside.startswith("model them/two has no GGUF files with the path ../a.gguf: ")
     assert find("random:x:y", "a b", "hf://a/b/c.bin", "a:Q8_0") == ["None"] * 4
 
 
@@ -131,7 +131,7 @@ def test_the_cache_is_used_without_the_hub(
         use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
     assert find(f"{REPO}:Q8_0", "them/folder", REPO) == [*paths, paths[0]]
     (error,) = find(f"{REPO}:Q4_K_M")
-    assert error == f"model {REPO} has no GGUF file with Q4_K_M in its name; its GGUF files: play-Q8_0.gguf"
+    assert error.startswith(f"model {REPO} has no GGUF files with Q4_K_M in its name: give one as ")
 
 
 def test_the_models_of_the_cache_are_listed(find: Find, hub: HubServer, tmp_path: Path) -> None:

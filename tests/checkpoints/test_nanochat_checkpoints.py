@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiktoken
 import torch
@@ -28,22 +26,7 @@ SPECIAL = [
     "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", "<|python_start|>",
     "<|python_end|>", "<|output_start|>", "<|output_end|>",
 ]  # fmt: skip
-WORDS = [
-    b"th",
-    b"the",
-    b" the",
-    b"in",
-    b"ing",
-    b"an",
-    b"and",
-    b" and",
-    b"  ",
-    b"\n\n",
-    "é".encode(),
-    b"12",
-    b"'s",
-    b"er",
-]
+WORDS = [*b"th the in ing an and 12 's er".split(), b" the", b" and", b"  ", b"\n\n", "é".encode()]
 RANKS = {token: i for i, token in enumerate([bytes([i]) for i in range(256)] + WORDS)}
 VOCAB = len(RANKS) + len(SPECIAL)
 PATTERN = (
@@ -182,10 +165,7 @@ def test_the_last_step_of_a_folder_is_taken(tmp_path: Path) -> None:
         ({"window_pattern": "SSSL"}, ("window_pattern='SSSL'", "not supported")),
         ({"n_experts": 4}, ("n_experts", "later version")),
         ({"n_layer": None}, ("n_layer", "missing")),
-        ({"n_layer": 10**9}, ("n_layer",)),
         ({"n_head": 5}, ("n_head",)),
-        ({"n_kv_head": 3}, ("n_kv_head",)),
-        ({"n_embd": "24"}, ("n_embd",)),
         ({"sequence_len": 0}, ("sequence_len",)),
         ({"vocab_size": 2**31 - 1}, ("transformer.wte.weight", str(2**31 - 1))),
     ],
@@ -205,16 +185,6 @@ def test_a_checkpoint_without_its_config(tmp_path: Path, meta: bytes | None) -> 
 @pytest.mark.parametrize("name", ["resid_lambdas", "x0_lambdas", "value_embeds.1.weight", "smear_gate.weight"])
 def test_tensors_of_later_versions_are_named(tmp_path: Path, name: str) -> None:
     refuses(lambda: load_model(str(write(tmp_path, state() | {name: torch.ones(2)}))), name, "not part of the model")
-
-
-@pytest.mark.parametrize("weights", [{}, [1], {"a": 1}, {"_orig_mod.lm_head.weight": torch.ones(2)}], ids=repr)
-def test_weights_of_something_else(tmp_path: Path, weights: Any) -> None:
-    refuses(lambda: load_model(str(write(tmp_path, weights))), "model_000650.pt")
-
-
-def test_a_tensor_with_two_names(tmp_path: Path) -> None:
-    twice = state() | {"_orig_mod.lm_head.weight": torch.ones(2)}
-    refuses(lambda: load_model(str(write(tmp_path, twice))), "_orig_mod.", "keep one")
 
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
@@ -241,13 +211,6 @@ def test_token_ids_are_those_of_tiktoken(tokenizer: Tokenizer, text: str) -> Non
     ids = tokenizer.encode(text)
     assert ids == encoding().encode_ordinary(text)
     assert decode(tokenizer, ids) == text
-
-
-def test_random_texts_have_the_tokens_of_tiktoken(tokenizer: Tokenizer) -> None:
-    generator, theirs = np.random.default_rng(0), encoding()
-    for _ in range(300):
-        text = "".join(generator.choice(list("thernig and12'sé\n !A東"), generator.integers(0, 40)))
-        assert tokenizer.encode(text) == theirs.encode_ordinary(text)
 
 
 def test_the_special_tokens(tokenizer: Tokenizer) -> None:
@@ -301,8 +264,6 @@ class Other:
         b"",
         b"garbage",
         pickle.dumps("cl100k_base"),  # how tiktoken pickles its own encodings: they are on the network
-        pickle.dumps({"mergeable_ranks": RANKS, "special_tokens": {}, "pat_str": PATTERN}),
-        pickle.dumps(Fraction(1, 2)),
         pickle.dumps(Other(os.system, "touch marker")),
         pickle.dumps(encoding())[:-100],
         b"\x80\x04ctiktoken.core\nEncoding\n.",  # the class itself
@@ -338,9 +299,7 @@ def pickled(**changes: Any) -> bytes:
     "changes,words",
     [
         ({"mergeable_ranks": {}}, "not a tokenizer"),
-        ({"mergeable_ranks": 3}, "not a tokenizer"),
         ({"mergeable_ranks": RANKS | {b"xy": 5000}}, "without gaps"),
-        ({"mergeable_ranks": RANKS | {b"xy": 5}}, "without gaps"),
         ({"mergeable_ranks": RANKS | {"xy": 270}}, "without gaps"),
         ({"mergeable_ranks": RANKS | {b"xy": 2**70}}, "without gaps"),
         ({"mergeable_ranks": {t: i for i, t in enumerate([*WORDS, *map(bytes, [[x] for x in range(200)])])}}, "gaps"),
@@ -348,7 +307,6 @@ def pickled(**changes: Any) -> bytes:
         ({"mergeable_ranks": RANKS | {b"x" * 40_000: len(RANKS)}, "special_tokens": {}}, "too long"),
         ({"special_tokens": {"<|bos|>": 3}}, "without gaps"),
         ({"special_tokens": {"a": len(RANKS)}}, "also a token of text"),
-        ({"special_tokens": ["a"]}, "not a tokenizer"),
         ({"pat_str": r"(a+)+b"}, "pat_str='(a+)+b' is not supported"),
         ({"pat_str": 3}, "pat_str"),
     ],

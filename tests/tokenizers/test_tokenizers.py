@@ -6,18 +6,14 @@ import base64
 import json
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
-import tiktoken.load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizers as hf
-from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import CHARS
 from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, unigram, word_piece
@@ -36,10 +32,8 @@ from nanoinfer.tokenizers.tokenizer import (
     to_json,
 )
 from nanoinfer.training.data import train_bpe
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models
 
-# Characters that the regex engines compared here all know: assigned in this Python's Unicode.
-UNICODE = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60)
 QUICK = settings(max_examples=60, deadline=None)
 
 
@@ -265,16 +259,12 @@ def test_a_folder_without_tokenizer_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "vocab,merges",
     [
-        (b"", b""),
-        (b"[]", b""),
         (b"{}", b""),
         (b'{"a": -1}', b""),
         (b'{"a": "x"}', b""),
         (b'{"a": 0, "b": 1}', b"a b\n"),  # the merged token is not in the vocabulary
         (b'{"a": 0}', b"a\n"),
         (b'{"a": 0}', b"\xff\xfe"),
-        (b"\xff\xfe", b""),
-        (b"[" * 100_000, b""),
     ],
     ids=lambda v: repr(v[:20]),
 )
@@ -303,14 +293,9 @@ def test_a_tokenizer_json_of_garbage(tmp_path: Path, content: bytes) -> None:
         (["model", "vocab"], {}),
         (["model", "vocab"], {"a": -1}),
         (["model", "vocab"], {"a": 2**40}),
-        (["model", "vocab"], {"a": 0.5}),
-        (["model", "vocab"], [["a", 1]]),
         (["model", "merges"], [["a"]]),
         (["model", "merges"], [["no", "such"]]),
-        (["model", "merges"], "a b"),
         (["model", "continuing_subword_prefix"], "a b"),  # makes the library's Rust code panic
-        (["model", "dropout"], 7),
-        (["decoder"], {"type": "Unknown"}),
         (["decoder"], "ByteLevel"),
         (["pre_tokenizer"], {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
         (["added_tokens"], [{"id": "x"}]),
@@ -388,7 +373,6 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 GROWING: dict[str, dict[str, object]] = {
     "replace": {"normalizer": chain("normalizers", replace_by("aa"), 40)},
     "nested": {"normalizer": chain("normalizers", chain("normalizers", replace_by("aa"), 20), 2)},
-    "one long": {"normalizer": chain("normalizers", replace_by("a" * 100), 2)},
     "empty pattern": {"normalizer": chain("normalizers", replace_by("a", Regex=""), 40)},
     "bytes": {"pre_tokenizer": chain("pretokenizers", BYTES, 40)},
     "normalizer and pre-tokenizer": {
@@ -416,14 +400,6 @@ def test_a_chain_that_explodes_is_refused(parts: dict[str, object]) -> None:
     )
 
 
-def test_steps_that_lengthen_a_text_a_little_load() -> None:
-    normalizer = {"type": "Sequence", "normalizers": [replace_by("aa")] * 3}
-    tokenizer = from_json(with_parts(bpe(), normalizer=normalizer), "eight")
-    assert decode(tokenizer, tokenizer.encode("a")) == "a" * 8
-    normal = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}] * 20}
-    assert from_json(with_parts(bpe(), normalizer=normal), "normal").encode("A") == bpe().encode("a")
-
-
 def test_a_pattern_that_backtracks_without_end_is_an_error() -> None:
     """The library's own limit: half a second, then the text is refused."""
     step = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
@@ -434,83 +410,6 @@ def test_a_pattern_that_backtracks_without_end_is_an_error() -> None:
 def test_a_tokenizer_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     refuses(lambda: from_file(tmp_path / "tokenizer.json"), "pipe")
-
-
-# Parity with tiktoken --------------------------------------------------------------------------------
-
-RANKS = ROOT.parent / "shared" / "data" / "gpt2.tiktoken"
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-EOT = "<|endoftext|>"
-
-
-def split_at(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Return the two tokens whose merge made this one: b" the" -> (b" t", b"he")."""
-    parts = [bytes([b]) for b in token]
-    while len(parts) > 2:
-        costs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
-        at = min((c, i) for i, c in enumerate(costs) if c < ranks[token])[1]
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> tuple[tiktoken.Encoding, Tokenizer]:
-    """GPT-2's tokenizer twice: tiktoken's, and ours from a tokenizer.json made of the same ranks."""
-    if not RANKS.is_file():
-        pytest.skip(f"GPT-2's ranks are not at {RANKS.parent.name}/{RANKS.name} beside the repository")
-    ranks = tiktoken.load.load_tiktoken_bpe(str(RANKS))
-    theirs = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 50256})
-    chars = {b: c for c, b in byte_characters().items()}
-
-    def spell(token: bytes) -> str:
-        return "".join(chars[b] for b in token)
-
-    merges = [tuple(map(spell, split_at(t, ranks))) for t, _ in sorted(ranks.items(), key=lambda x: x[1]) if len(t) > 1]
-    core = hf.Tokenizer(models.BPE(vocab={spell(t): i for t, i in ranks.items()} | {EOT: 50256}, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([EOT])
-    return theirs, from_json(core.to_str(), "gpt2")
-
-
-def byte_characters() -> dict[str, int]:
-    """The library's own table, read off what it does to every byte: "Ġ" -> 32."""
-    table = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = hf.Tokenizer(models.BPE(vocab=table, merges=[]))
-    core.decoder = decoders.ByteLevel()
-    tokenizer = from_json(core.to_str(), "bytes")
-    assert isinstance(tokenizer, ByteLevelTokenizer)
-    return {c: tokenizer.token_bytes(i)[0] for c, i in table.items()}
-
-
-def test_gpt2_has_known_tokens(gpt2: tuple[tiktoken.Encoding, Tokenizer]) -> None:
-    _, ours = gpt2
-    assert ours.vocab_size == 50257
-    assert ours.encode("Hello world") == [15496, 995]
-    assert ours.encode(EOT) == [50256]
-    assert decode(ours, [15496, 995, 50256]) == "Hello world<|endoftext|>"
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t[:12])
-def test_gpt2_encodes_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], text: str) -> None:
-    theirs, ours = gpt2
-    assert ours.encode(text) == theirs.encode(text, allowed_special="all")  # as nanoGPT does
-    assert decode(ours, theirs.encode(text)) == text
-
-
-@settings(max_examples=300, deadline=None)
-@given(text=UNICODE | st.text("abI'lsve 12\n\t.,é日🎉\u3000", max_size=60))
-def test_gpt2_encodes_any_text_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], text: str) -> None:
-    theirs, ours = gpt2
-    assert ours.encode(text) == theirs.encode(text, allowed_special="all")  # as nanoGPT does
-    assert decode(ours, ours.encode(text)) == text
-
-
-@settings(max_examples=100, deadline=None)
-@given(ids=st.lists(st.integers(0, 50256), max_size=30))
-def test_gpt2_decodes_any_tokens_as_tiktoken_does(gpt2: tuple[tiktoken.Encoding, Tokenizer], ids: list[int]) -> None:
-    theirs, ours = gpt2
-    assert decode(ours, ids) == theirs.decode(ids)
 
 
 def test_fingerprints() -> None:

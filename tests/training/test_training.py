@@ -14,12 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import families
 from helpers.cli import command, one_thread
-from helpers.models import CHARS, TINY, make_folder
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import LayerKind, Rotary
-from nanoinfer.tokenizers.tokenizer import char_to_json
 from nanoinfer.training import data
 from nanoinfer.training.loop import TrainProgress, learning_rate, prepare, train
 from nanoinfer.training.train_config import TrainConfig
@@ -181,17 +179,4 @@ def test_a_model_of_another_family_is_trained_on(config: TrainConfig, tmp_path: 
     losses = [p.val_loss for p in run(settings) if p.val_loss is not None]
     assert losses[-1] < losses[0]
     assert LLM(config.out).config == replace(LLM(str(init)).config, block_size=16)
-    assert run(settings, resume=True) == []
-
-
-def test_a_mixture_with_a_correction_is_trained_on(config: TrainConfig, tmp_path: Path) -> None:
-    """No step changes the correction of the router, which has no gradient."""
-    init = tmp_path / "init"
-    families.make_folder("deepseek_v3", init)
-    (init / "tokenizer.json").write_text(char_to_json(CHARS))
-    settings = replace(config, init=str(init), block_size=16, max_steps=2, eval_interval=1, save_dtype="bfloat16")
-    run(settings)
-    found, before = (load_file(Path(folder) / "model.safetensors") for folder in (config.out, init))
-    same = {name for name in before if torch.equal(found[name].float(), before[name].float())}
-    assert same == {name for name in before if name.endswith("e_score_correction_bias")}
     assert run(settings, resume=True) == []

@@ -58,10 +58,12 @@ def find(name: str) -> Path | None:
         if by_path is None and tag is None and (_has_folder(files) or not groups):
             pickled = [] if any(file.endswith(".safetensors") for file in files) else [huggingface.PICKLED]
             return _download(repo_id, _FOLDER_FILES + pickled)
-        chosen = _choose(repo_id, tag, groups) if by_path is None else PART.sub(".gguf", by_path[2])
-        if chosen not in groups:
-            raise _none(repo_id, f"with the path {escaped(chosen)}", groups)
-        return _download(repo_id, groups[chosen]) / groups[chosen][0]
+        if by_path is None:
+            parts = groups[_choose(repo_id, tag, groups)]
+        else:
+            path = PART.sub(".gguf", by_path[2])
+            parts = groups[_only(repo_id, f"with the path {escaped(path)}", [path] if path in groups else [], groups)]
+        return _download(repo_id, parts) / parts[0]
     except NanoinferError:
         raise
     except Exception as e:  # of many types: HTTP, DNS, cache, permission, no such module
@@ -98,30 +100,24 @@ def having(tag: str, files: Iterable[str]) -> list[str]:
 
 def _choose(repo_id: str, tag: str | None, groups: dict[str, list[str]]) -> str:
     """Return the file with a quantization in its name; None: the usual one, which is logged if there are several."""
-    if tag is None and len(groups) == 1:
+    usual = next((one for one in _PREFERRED if having(one, groups)), None)
+    if tag is None and (len(groups) == 1 or usual is None):
         return next(iter(groups))
-    preferred = next((one for one in _PREFERRED if having(one, groups)), None) if tag is None else tag
-    fitting = list(groups)[:1] if preferred is None else having(preferred, groups)
-    what = f"with {preferred} in its name"
-    if not fitting:
-        raise _none(repo_id, what, groups)
-    if len(fitting) > 1:
-        listed = _shortened(fitting)
-        raise NanoinferError(
-            f"model {repo_id} has {len(fitting)} GGUF files {what}: give one as {SCHEME}{repo_id}/FILE: {listed}"
-        )
+    file = _only(repo_id, f"with {tag or usual} in its name", having(tag or usual or "", groups), groups)
     if tag is None:
-        which = f"using {escaped(fitting[0])}; to use another, give {repo_id}:QUANTIZATION"
+        which = f"using {escaped(file)}; to use another, give {repo_id}:QUANTIZATION"
         log.warning("%s has %d GGUF files: %s", repo_id, len(groups), which)
-    return fitting[0]
+    return file
 
 
-def _none(repo_id: str, what: str, groups: Iterable[str]) -> NanoinferError:
-    return NanoinferError(f"model {repo_id} has no GGUF file {what}; its GGUF files: {_shortened(groups)}")
-
-
-def _shortened(files: Iterable[str]) -> str:
-    return textwrap.shorten(escaped(", ".join(files) or "none", 4000), 300, placeholder=" ...")
+def _only(repo_id: str, what: str, fitting: list[str], groups: Iterable[str]) -> str:
+    """Return the only file that fits; raise NanoinferError if there are none or several."""
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = textwrap.shorten(escaped(", ".join(fitting or groups) or "none", 4000), 300, placeholder=" ...")
+    raise NanoinferError(
+        f"model {repo_id} has {len(fitting) or 'no'} GGUF files {what}: give one as {SCHEME}{repo_id}/FILE: {listed}"
+    )
 
 
 def _download(repo_id: str, patterns: list[str], local: bool = False) -> Path:

@@ -109,13 +109,13 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors without those for images. The text model's get the names that they have without images."""
-    found = {}
+    text_tensors = {}
     for name, tensor in tensors.items():
         if not name.startswith(_IMAGES):
             name = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
             name = name.replace("model.text_model.", "model.", 1)
-            found[name] = tensor
-    return found
+            text_tensors[name] = tensor
+    return text_tensors
 
 
 def _names(config: ModelConfig) -> tuple[str, str]:
@@ -136,8 +136,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (path := folder / name).is_file():
             return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())
-    found = escaped(", ".join(there[:8])) or "nothing"
-    raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it contains: {found})")
+    content = escaped(", ".join(there[:8])) or "nothing"
+    raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it contains: {content})")
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -296,8 +296,8 @@ def quantization_of(path: Path) -> Any:
     """
     raw = read_object(path, MAX_CONFIG_BYTES, "a config")
     text = raw.get("text_config")
-    found = [part.get(name) for part in (raw, text) if isinstance(part, dict) for name in _QUANTIZATION]
-    return next((given for given in found if given is not None), None)
+    configs = [part.get(name) for part in (raw, text) if isinstance(part, dict) for name in _QUANTIZATION]
+    return next((config for config in configs if config is not None), None)
 
 
 def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def _text_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise NanoinferError(f"{where}: text_config={show(text)} is not an object")
     ends = [part["eos_token_id"] for part in (text, raw) if part.get("eos_token_id") is not None]
     both: dict[str, Any] = (
-        {"eos_token_id": [i for found in ends for i in (found if isinstance(found, list) else [found])]} if ends else {}
+        {"eos_token_id": [i for end in ends for i in (end if isinstance(end, list) else [end])]} if ends else {}
     )
     shared = {name: raw[name] for name in _SHARED if name in raw}
     if any(part.get("tie_word_embeddings") is True for part in (text, raw)):
@@ -324,9 +324,9 @@ def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
 
     Chat models list several in the first; some that saved one of the files again have the end of a turn in one alone.
     """
-    found = read_object(beside, MAX_CONFIG_BYTES, "a generation config") if beside.is_file() else {}
+    generation = read_object(beside, MAX_CONFIG_BYTES, "a generation config") if beside.is_file() else {}
     with about(escaped(beside)):
-        ends = _token_ids("eos_token_id", found.get("eos_token_id"), raw)
+        ends = _token_ids("eos_token_id", generation.get("eos_token_id"), raw)
     default = None if ends else _DEFAULT_ENDS.get(raw["model_type"])
     return tuple(dict.fromkeys([*ends, *_token_ids("eos_token_id", raw.get("eos_token_id", default), raw)]))
 

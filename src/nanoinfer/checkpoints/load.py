@@ -1,13 +1,8 @@
 """Load a model by name: built in, random, widened, a local folder or file (.pt, GGUF), or a Hub repository.
 
-A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
-`random:<preset>`; an existing path; a Hub repository id. `./shakespeare` is the folder of that name. The path of a
-model.safetensors stands for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists,
-`a/b` is a path and is not looked up on the Hub.
-
-`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (transforms.py) to the width and number
-of layers of the preset. It has the output, vocabulary, context length and tokenizer of `shakespeare`, and about the
-cost of gpt2-large.
+A name is resolved in this order: `wide:<model>:<preset>` (transforms.py); built-in models; `random:<preset>`; an
+existing path; a Hub repository id. The path of a model.safetensors stands for its folder; a GGUF file is known by its
+suffix or its first bytes. If a folder `a` exists, `a/b` is a path and is not looked up on the Hub.
 """
 
 from __future__ import annotations
@@ -308,13 +303,13 @@ def _from_hub(name: str) -> Path:
         or name.endswith((".pt", ".bin", ".safetensors", ".gguf", ".GGUF", "/"))
     ):
         raise NanoinferError(f"model {show(name)}: there is no such file or folder")
-    if (found := hub.find(name)) is None:
+    if (path := hub.find(name)) is None:
         raise NanoinferError(
             f"model {show(name)} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
             " wide:<model>:<preset>, nor a path that exists, nor on the Hub as owner/repo, owner/repo:Q4_K_M or"
             " hf://owner/repo/name.gguf"
         )
-    return found
+    return path
 
 
 def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
@@ -334,18 +329,18 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
         return tokenizer_files.open_file(path, num_tokens)
     if (meta := path / "meta.pkl").is_file() and not (path / "tokenizer.json").is_file():
         return nanogpt.load_meta(meta)
-    if (found := tokenizer_files.from_folder(path, num_tokens)) is None:
+    if (tokenizer := tokenizer_files.from_folder(path, num_tokens)) is None:
         names = ", ".join(tokenizer_files.NAMES)
         raise NanoinferError(
             f"{escaped(path)} has no tokenizer, which is one of {names} and meta.pkl: give a folder or file with one"
         )
-    return found
+    return tokenizer
 
 
 def _tokenizer_of(name: str, config: ModelConfig, folder: Path | None = None) -> Tokenizer:
     """Return the tokenizer in a model's folder, or GPT-2's tokenizer for GPT-2's vocabulary size."""
-    if folder is not None and (found := tokenizer_files.from_folder(folder, config.vocab_size)):
-        return found
+    if folder is not None and (tokenizer := tokenizer_files.from_folder(folder, config.vocab_size)):
+        return tokenizer
     if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:
             return load_tokenizer(GPT2_TOKENIZER_REPO)

@@ -5,14 +5,9 @@
 
 Pickles are untrusted, and none executes code (torch_file.py): PyTorch reads the weights.
 
-Covered of nanoGPT: checkpoints of its train.py, compiled (`_orig_mod.`) or not, with or without biases, with any block
-size and vocabulary. Its MLP uses the exact GELU while OpenAI's checkpoints use the tanh approximation, so a ckpt.pt is
-loaded with the exact GELU.
-
-Covered of nanochat: versions of October 2025 to January 2026, the architecture of transformers' models/nanochat, with
-or without padding of the vocabulary. Not covered: later versions, which add windows and tensors (`resid_lambdas`,
-`x0_lambdas`, value embeddings): an error names them. Rotations are computed in float32; nanochat rounds their sines to
-bfloat16. Source: github.com/karpathy/nanochat at 3a5e0bc, nanochat/checkpoint_manager.py, gpt.py and tokenizer.py.
+Covered of nanochat: versions of October 2025 to January 2026. An error names what later versions add (`resid_lambdas`,
+`x0_lambdas`, value embeddings). Source: github.com/karpathy/nanochat at 3a5e0bc, nanochat/checkpoint_manager.py, gpt.py
+and tokenizer.py.
 """
 
 from __future__ import annotations
@@ -204,13 +199,13 @@ def open_nanochat(path: Path, dtype: str = "float32") -> Weights:
 def _nanochat_config(path: Path) -> ModelConfig:
     """Return the config in a meta_<step>.json."""
     where = escaped(path)
-    found = read_object(path, MAX_CONFIG_BYTES, "the config of a nanochat checkpoint").get("model_config")
-    if not isinstance(found, dict):
+    raw = read_object(path, MAX_CONFIG_BYTES, "the config of a nanochat checkpoint").get("model_config")
+    if not isinstance(raw, dict):
         raise NanoinferError(f"{where} has no model_config: nanochat writes it beside each checkpoint")
-    fields = Fields(found)
+    fields = Fields(raw)
     with about(f"{where}: model_config"):
         config = _NANOCHAT.read(fields)
-    if unknown := sorted(found.keys() - fields.known):
+    if unknown := sorted(raw.keys() - fields.known):
         names = escaped(", ".join(unknown))
         raise NanoinferError(f"{where}: model_config has {names}, which is not supported: a later version of nanochat")
     return replace(config, n_inner=config.mlp_dim)  # transformers' config names the width

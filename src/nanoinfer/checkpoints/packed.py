@@ -181,18 +181,18 @@ def open_folder(folder: Path) -> PackedWeights:
         raise NanoinferError(f"{where}: vocab_size={config.vocab_size}, but the file has {show(size)}")
     block_formats = _read_formats(metadata, config, where)
     with about(where):
-        wanted = pieces(config, format, block_formats)
-    for name, piece in wanted.items():
-        if (found := stored.get(name)) is None:
+        expected = pieces(config, format, block_formats)
+    for name, piece in expected.items():
+        if (tensor := stored.get(name)) is None:
             raise NanoinferError(f"{where}: {name} is missing")
-        if (found.dtype, found.shape) != piece:
-            have = f"{escaped(found.dtype, 40)} {list(found.shape)}"
+        if (tensor.dtype, tensor.shape) != piece:
+            have = f"{escaped(tensor.dtype, 40)} {list(tensor.shape)}"
             raise NanoinferError(
                 f"{where}: {name} is {have}, but the config requires {piece.dtype} {list(piece.shape)}"
             )
-        if found.start % (_ALIGNMENT if piece.dtype == "uint8" else 4):
-            raise NanoinferError(f"{where}: {name} is at byte {found.start}, not at a multiple of {_ALIGNMENT}")
-    if extra := sorted(stored.keys() - wanted.keys()):
+        if tensor.start % (_ALIGNMENT if piece.dtype == "uint8" else 4):
+            raise NanoinferError(f"{where}: {name} is at byte {tensor.start}, not at a multiple of {_ALIGNMENT}")
+    if extra := sorted(stored.keys() - expected.keys()):
         raise NanoinferError(f"{where}: {len(extra)} pieces are not part of the model: {show(extra[0])}")
     content = stored["transformer.wte.weight"].file.map()
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -200,7 +200,7 @@ def open_folder(folder: Path) -> PackedWeights:
             content.madvise(mmap.MADV_HUGEPAGE)
     arrays = {
         name: np.frombuffer(content, piece.dtype, math.prod(piece.shape), stored[name].start).reshape(piece.shape)
-        for name, piece in wanted.items()
+        for name, piece in expected.items()
     }
 
     def refuse() -> Iterator[Any]:
@@ -216,14 +216,14 @@ def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> 
     """Return the formats of matrices in blocks, {} in a file of version 1."""
     if metadata["version"] == VERSION:
         return {}
-    found = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
+    listed = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
     sizes = {name: shape[0] for name, shape in shapes(config).items() if has_format(name, shape)}
     formats: dict[str, BlockFormats] = {}
-    for name, given in found.items() if isinstance(found, dict) else [("formats", found)]:
-        entries: list[Any] = given if isinstance(given, list) and 1 <= len(given) <= MAX_PARTS else [None]
+    for name, value in listed.items() if isinstance(listed, dict) else [("formats", listed)]:
+        entries: list[Any] = value if isinstance(value, list) and 1 <= len(value) <= MAX_PARTS else [None]
         if name not in sizes or not all(map(_is_part, entries)) or sum(rows for _, rows in entries) != sizes[name]:
             raise NanoinferError(
-                f"{where}: formats of {show(name)} are {show(given)}: they must be formats of GGUF files and numbers of"
+                f"{where}: formats of {show(name)} are {show(value)}: they must be formats of GGUF files and numbers of"
                 " rows, those of a matrix: pack the original model again"
             )
         formats[name] = tuple((format, rows) for format, rows in entries)
@@ -265,10 +265,10 @@ def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
         fixed["dtype"] = "auto" if blocks else format
     what = "blocks of a GGUF file" if blocks and not quantized else format
     for name, value in fixed.items():
-        if (wanted := getattr(options, name)) not in (value, "auto", None):
+        if (asked := getattr(options, name)) not in (value, "auto", None):
             raise NanoinferError(
                 f"{escaped(folder)} is packed as {what} for engine native:"
-                f" {name}={show(wanted)} needs the original model"
+                f" {name}={show(asked)} needs the original model"
             )
     return replace(options, **fixed)  # type: ignore[arg-type]  # fields of EngineConfig
 
@@ -300,7 +300,7 @@ def write_folder(
     """
     if format in QUANTIZATIONS:
         weights = replace(weights, block_formats=weights.formats(format))
-    wanted = pieces(weights.config, format, weights.block_formats)
+    layout = pieces(weights.config, format, weights.block_formats)
     config = json.dumps(huggingface.config_to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
     if tokenizer_json is not None:
@@ -312,7 +312,7 @@ def write_folder(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(folder / FILE) as file:
-                _write_pieces(file, weights, wanted, format, threads, progress)
+                _write_pieces(file, weights, layout, format, threads, progress)
                 num_bytes = file.seek(0, os.SEEK_END)
                 for name, content in small.items():
                     write_atomically(folder / name, content)
@@ -328,7 +328,7 @@ def write_folder(
     return num_bytes
 
 
-def _header(wanted: dict[str, Piece], format: str, weights: Weights) -> tuple[bytes, dict[str, int]]:
+def _header(layout: dict[str, Piece], format: str, weights: Weights) -> tuple[bytes, dict[str, int]]:
     """Return the header, padded so that the data begins at a page, and the offset of each piece in the file."""
     metadata = {"format": FORMAT, "version": VERSION, "byte_order": BYTE_ORDER, "weights": format}
     metadata["vocab_size"] = str(weights.config.vocab_size)
@@ -337,32 +337,32 @@ def _header(wanted: dict[str, Piece], format: str, weights: Weights) -> tuple[by
     if (text := weights.calibration) is not None:
         metadata |= {"calibration_sha256": text.sha256, "calibration_tokens": str(text.num_tokens)}
     kinds = {"uint8": "U8", "float32": "F32"}
-    entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in wanted.items()}
+    entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in layout.items()}
     header = make_header(entries, metadata, _PAGE)
-    ends = accumulate((piece.num_bytes for piece in wanted.values()), initial=len(header))
-    return header, dict(zip(wanted, ends, strict=False))
+    ends = accumulate((piece.num_bytes for piece in layout.values()), initial=len(header))
+    return header, dict(zip(layout, ends, strict=False))
 
 
 def _write_pieces(
-    file: BinaryIO, weights: Weights, wanted: dict[str, Piece], format: str, threads: int,
+    file: BinaryIO, weights: Weights, layout: dict[str, Piece], format: str, threads: int,
     progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     native = _extension()
-    header, starts = _header(wanted, format, weights)
-    total = sum(piece.num_bytes for piece in wanted.values())
+    header, starts = _header(layout, format, weights)
+    total = sum(piece.num_bytes for piece in layout.values())
     file.write(header)
-    done, left = 0, set(wanted)
+    done, missing = 0, set(layout)
 
     def put(name: str, array: NDArray[Any]) -> None:
         nonlocal done
         file.seek(starts[name])
         file.write(np.ascontiguousarray(array).data)
-        left.remove(name)
+        missing.remove(name)
         done += array.nbytes
         progress(done, total)
 
     for name, tensor in weights.read():
-        if wanted[name].dtype == "float32":
+        if layout[name].dtype == "float32":
             put(name, tensor.float32())
             continue
         formats = weights.block_formats.get(name)
@@ -378,5 +378,5 @@ def _write_pieces(
             put(place, panels)
             if scales.size:
                 put(_scales_of(name), scales)
-    for name in sorted(left):  # biases of a model without biases
-        put(name, np.zeros(wanted[name].shape, np.float32))
+    for name in sorted(missing):  # biases of a model without biases
+        put(name, np.zeros(layout[name].shape, np.float32))

@@ -1,16 +1,9 @@
 """The tokenizer of a folder, and its chat templates, special tokens and default sampling parameters.
 
-The tokenizer is in the first of these: tokenizer.json; vocab.json with merges.txt; tekken.json (Mistral). Added tokens
-are in added_tokens.json and tokenizer_config.json. Tables of merges do not say how text is split before BPE: the class
-of the tokenizer and the family of the model do.
-
-The chat template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of
-which "default" is taken), else in chat_template.json. The one for chats with tools, if there is another, is named
-"tool_use". Special tokens are in tokenizer_config.json, else in special_tokens_map.json. The response template is in
-tokenizer_config.json, sampling parameters are in generation_config.json.
-
-Source: mistral_common/tokens/tokenizers/tekken.py.
-Not covered: SentencePiece's tokenizer.model and tables of tiktoken's, of which transformers makes a tokenizer.json.
+The tokenizer is in the first of these: tokenizer.json; vocab.json with merges.txt; tekken.json (source:
+mistral_common/tokens/tokenizers/tekken.py). The chat template is in chat_template.jinja, else in tokenizer_config.json
+(a string, or a list of named templates), else in chat_template.json; special tokens are in tokenizer_config.json, else
+in special_tokens_map.json. transformers makes a tokenizer.json of a tokenizer.model.
 """
 
 from __future__ import annotations
@@ -90,7 +83,7 @@ def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
     added, special = added_tokens(folder)
     with explained(complaint):
         lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
-        pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
+        pairs = [(first, right) for first, right in (line.rstrip("\r").split(" ") for line in lines)]
         tokens = {i: token for token, i in ids.items()}
         for i, token in added.items():
             if tokens.setdefault(i, token["content"]) != token["content"] or ids.setdefault(token["content"], i) != i:
@@ -139,9 +132,9 @@ def _add(core: Any, tokens: list[dict[str, Any]]) -> None:
     from tokenizers import AddedToken
 
     once = {token["content"]: token for token in reversed(tokens)}
-    made = [AddedToken(**{"normalized": False} | token) for token in once.values()]
-    core.add_special_tokens([token for token in made if token.special])
-    core.add_tokens([token for token in made if not token.special])
+    added = [AddedToken(**{"normalized": False} | token) for token in once.values()]
+    core.add_special_tokens([token for token in added if token.special])
+    core.add_tokens([token for token in added if not token.special])
 
 
 def _split_of(folder: Path) -> str:
@@ -156,8 +149,8 @@ def _split_of(folder: Path) -> str:
 def _model_type(folder: Path) -> str:
     """Return the model_type in a folder's config.json; "" if there is none."""
     path = folder / "config.json"
-    found = read_object(path, _MAX_CONFIG_BYTES, "a config").get("model_type") if path.is_file() else None
-    return found if isinstance(found, str) else ""
+    kind = read_object(path, _MAX_CONFIG_BYTES, "a config").get("model_type") if path.is_file() else None
+    return kind if isinstance(kind, str) else ""
 
 
 CHAT_FILES = (
@@ -182,11 +175,11 @@ def read_chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     tokenizer, tokens = _read_object(folder / CHAT_FILES[1]), special_tokens(folder)
     if (template := _read_template(folder / CHAT_FILES[0])) is not None:
         return template, tokens
-    for path, found in (
+    for path, fields in (
         (folder / CHAT_FILES[1], tokenizer),
         (folder / CHAT_FILES[2], _read_object(folder / CHAT_FILES[2])),
     ):
-        if (template := found.get("chat_template")) is not None:
+        if (template := fields.get("chat_template")) is not None:
             return _default(template, path), tokens
     return None, tokens
 
@@ -218,7 +211,7 @@ def added_tokens(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
         NanoinferError: a file is too large or malformed.
     """
     tokenizer, special = _read_object(folder / CHAT_FILES[1]), _read_object(folder / CHAT_FILES[3])
-    further = [t for found in (special, tokenizer) if isinstance(t := found.get("additional_special_tokens"), list)]
+    further = [t for fields in (special, tokenizer) if isinstance(t := fields.get("additional_special_tokens"), list)]
     names = [*special_tokens(folder).values(), *(text for token in chain(*further) if (text := _text(token)))]
     listed = {str(i): {"content": text} for text, i in _read_object(folder / _ADDED).items()}
     decoder = tokenizer.get("added_tokens_decoder", {})
@@ -237,8 +230,8 @@ def added_tokens(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
 
 def tokenizer_field(folder: Path, name: str, default: Any) -> Any:
     """Return a field of tokenizer_config.json; the default if it is of another type."""
-    found = _read_object(folder / CHAT_FILES[1]).get(name)
-    return found if isinstance(found, type(default)) else default
+    value = _read_object(folder / CHAT_FILES[1]).get(name)
+    return value if isinstance(value, type(default)) else default
 
 
 def response_template(folder: Path) -> Any:
@@ -256,8 +249,8 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     Raises:
         NanoinferError: the file is too large or malformed.
     """
-    found = _read_object(folder / GENERATION_CONFIG)
-    return {name: found[name] for name in SAMPLING_FIELDS if found.get(name) is not None}
+    fields = _read_object(folder / GENERATION_CONFIG)
+    return {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
 
 
 def to_files(
@@ -277,8 +270,8 @@ def to_files(
         files[CHAT_FILES[1]] = {**files.get(CHAT_FILES[1], {}), "chat_template": listed}
     if template is not None:
         files[CHAT_FILES[3]] = special_tokens
-    made = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}
-    return made if template is None else {CHAT_FILES[0]: template.encode(), **made}
+    contents = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}
+    return contents if template is None else {CHAT_FILES[0]: template.encode(), **contents}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Weights:
         def read() -> Iterator[tuple[str, HostTensor]]:
             for name, tensor in self.read():
                 yield name, tensor
-                if found := LAYER.match(name):
-                    update(int(found[1]), self.config.n_layer)
+                if layer := LAYER.match(name):
+                    update(int(layer[1]), self.config.n_layer)
 
         return replace(self, read=read)
 
@@ -145,9 +145,9 @@ def check(
     Raises:
         NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype.
     """
-    family, given = FAMILIES[config.family] if family is None else family, stored
+    family, original = FAMILIES[config.family] if family is None else family, stored
     stored = {name: tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.search(name)}
-    if left_out := sorted(given.keys() - stored.keys()):
+    if left_out := sorted(original.keys() - stored.keys()):
         log.info(
             "%s: %d tensors that are not weights are left out: %s, ...", source, len(left_out), escaped(left_out[0])
         )
@@ -173,15 +173,15 @@ def check(
         raise NanoinferError(f"{source}: {len(extra)} tensors are not part of the model: {names}")
     for name, tensor in stored.items():
         if tensor.dtype not in ITEM_BYTES:
-            found = escaped(tensor.dtype, 40)
+            kind = escaped(tensor.dtype, 40)
             where = escaped(tensor.file.path)
-            raise NanoinferError(f"{where}: tensor {name} is {found}: weights must be one of {', '.join(ITEM_BYTES)}")
+            raise NanoinferError(f"{where}: tensor {name} is {kind}: weights must be one of {', '.join(ITEM_BYTES)}")
     if head is not None and not _equal(head, tensors["transformer.wte.weight"]):
         log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding: it is used", source, head_name)
-        return check(replace(config, tie_word_embeddings=False), given, source, dtype, family)  # as in transformers
+        return check(replace(config, tie_word_embeddings=False), original, source, dtype, family)  # as in transformers
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
-    blocks = {name: found for name, found in formats.items() if found is not None}
+    blocks = {name: kind for name, kind in formats.items() if kind is not None}
     blocks = _with_shared_inputs(_in_one_format(blocks, tensors, source), config)
     sizes = {tensor.file.path: tensor.file.size for tensor in stored.values()}
     return Weights(
@@ -191,7 +191,7 @@ def check(
 
 def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:
     """Return the tensors, those that the family stores as one split into the parts that it names."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     num_experts = 0 if config.experts is None else config.experts.count
     for name, tensor in stored.items():
         base, _, suffix = name.rpartition(".")
@@ -206,11 +206,11 @@ def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family:
             fits = bool(parts) and bool(tensor.shape) and not tensor.shape[0] % len(parts)
             split = tensor.equal_parts(len(parts)) if fits else []
         if not split:
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         for part, values in zip(parts, split, strict=True):
-            found[f"{base.removesuffix(whole)}{part}.{suffix}"] = values
-    return found
+            tensors[f"{base.removesuffix(whole)}{part}.{suffix}"] = values
+    return tensors
 
 
 def _of_experts(tensor: StoredTensor, num_experts: int, count: int, alternating: bool) -> list[StoredTensor]:
@@ -259,14 +259,14 @@ def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterat
 
     A part is a `BlockMatrix` if it is stored in the format that is wanted, else dense.
     """
-    wanted = [tensor.shape[0]] if formats is None else [rows for _, rows in formats]
-    found: Iterable[HostTensor] = (tensor,)
-    if isinstance(tensor, JoinedBlocks) and [part.shape[0] for part in tensor.parts] == wanted:
-        found = tensor.parts
-    elif len(wanted) > 1:
-        dense, ends = tensor.dense(), accumulate(wanted, initial=0)
-        found = (replace(dense, values=dense.values[start:end]) for start, end in pairwise(ends))
-    for i, part in enumerate(found):
+    sizes = [tensor.shape[0]] if formats is None else [rows for _, rows in formats]
+    pieces: Iterable[HostTensor] = (tensor,)
+    if isinstance(tensor, JoinedBlocks) and [part.shape[0] for part in tensor.parts] == sizes:
+        pieces = tensor.parts
+    elif len(sizes) > 1:
+        dense, ends = tensor.dense(), accumulate(sizes, initial=0)
+        pieces = (replace(dense, values=dense.values[start:end]) for start, end in pairwise(ends))
+    for i, part in enumerate(pieces):
         yield part_name(name, i), part if formats and part.dtype == formats[i][0] else part.dense()
 
 
@@ -329,13 +329,13 @@ def _assemble(
     """Return one of our tensors, made of the stored ones. Shapes are compared, and nothing is read."""
     parts = []
     for name, rows in recipe.parts:
-        wanted = (rows, *shape[1:]) if recipe.folded == 1 else (rows, math.prod(shape[1:]) * recipe.folded)
-        wanted = wanted[::-1] if recipe.transposed else wanted
+        expected = (rows, *shape[1:]) if recipe.folded == 1 else (rows, math.prod(shape[1:]) * recipe.folded)
+        expected = expected[::-1] if recipe.transposed else expected
         if name not in stored:
-            raise NanoinferError(f"{source}: tensor {name} {list(wanted)} is missing")
-        if stored[name].shape != wanted:
+            raise NanoinferError(f"{source}: tensor {name} {list(expected)} is missing")
+        if stored[name].shape != expected:
             raise NanoinferError(
-                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(wanted)}"
+                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(expected)}"
             )
         part = stored[name]
         if recipe.folded > 1 and len(shape) == 1:

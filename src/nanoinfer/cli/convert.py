@@ -59,8 +59,8 @@ def pack(
         require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
         if options.dtype != "auto":
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
+    format = options.quantization or options.dtype
     if calibrate is not None and options.quantization != "int4":
-        format = options.quantization or options.dtype
         raise NanoinferError(f"--calibrate has no effect on {format}, whose scales are not searched: leave it out")
     if calibrate is None and are_given(["calibrate_tokens"]):
         raise NanoinferError("--calibrate-tokens needs --calibrate FILE")
@@ -69,7 +69,6 @@ def pack(
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
     if loaded.pooling.unsupported:
         log.warning("no pooling is written: %s", loaded.pooling.unsupported)
-    format = options.quantization or options.dtype
     if format != "auto":
         if options.quantization is not None:
             _warn_if_quantized(loaded, format)

@@ -180,9 +180,9 @@ class PerLayerEmbedding(nn.Module):
         rows = idx[..., None] * self.n_layer + torch.arange(self.n_layer, device=idx.device)
         scale = torch.tensor(self.width**0.5, dtype=x.dtype).item()  # rounded to the dtype, as in transformers
         projected = self.c_in(x) * x.shape[-1] ** -0.5
-        made: Tensor = self.norm(projected.view(*idx.shape, self.n_layer, self.width))
+        own: Tensor = self.norm(projected.view(*idx.shape, self.n_layer, self.width))
         table: Tensor = self.wte(rows)
-        mixed: Tensor = (made + table * scale) * 2.0**-0.5
+        mixed: Tensor = (own + table * scale) * 2.0**-0.5
         return mixed
 
 
@@ -203,10 +203,10 @@ class AfterBlock(nn.Module):
         self.scale = nn.Parameter(torch.ones(1)) if kind.scaled else None
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, given: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, layer_input: Tensor | None) -> Tensor:
         """Return the input of the next block for x, (..., C), and the layer's own input, (..., P)."""
-        if given is not None:
-            x = x + self.post(self.c_proj(self.activation(self.c_gate(x)) * given))
+        if layer_input is not None:
+            x = x + self.post(self.c_proj(self.activation(self.c_gate(x)) * layer_input))
         return x if self.scale is None else x * self.scale
 
 

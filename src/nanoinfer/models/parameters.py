@@ -25,31 +25,31 @@ def shapes(config: ModelConfig) -> Shapes:
     layer, those of a token one after the other.
     """
     C, P = config.n_embd, config.per_layer_dim
-    found: Shapes = {"transformer.wte.weight": (config.vocab_size, C)}
+    parameters: Shapes = {"transformer.wte.weight": (config.vocab_size, C)}
     if config.learned_positions:
-        found["transformer.wpe.weight"] = (config.block_size, C)
+        parameters["transformer.wpe.weight"] = (config.block_size, C)
     if config.embedding_norm:
-        found |= _norm(config, "transformer.ln_e", C)
+        parameters |= _norm(config, "transformer.ln_e", C)
     if P:
-        found["transformer.per_layer.wte.weight"] = (config.vocab_size * config.n_layer, P)
-        found["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
-        found |= _norm(config, "transformer.per_layer.norm", P)
+        parameters["transformer.per_layer.wte.weight"] = (config.vocab_size * config.n_layer, P)
+        parameters["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
+        parameters |= _norm(config, "transformer.per_layer.norm", P)
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
         norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms}
-        found |= norms.get("ln_1", {}) | _attention_shapes(config, layer, f"{h}.attn") | norms.get("post_1", {})
-        found |= norms.get("ln_2", {}) | _mlp_shapes(config, layer, f"{h}.mlp") | norms.get("post_2", {})
+        parameters |= norms.get("ln_1", {}) | _attention_shapes(config, layer, f"{h}.attn") | norms.get("post_1", {})
+        parameters |= norms.get("ln_2", {}) | _mlp_shapes(config, layer, f"{h}.mlp") | norms.get("post_2", {})
         if config.layer(layer).scaled:
-            found[f"{h}.after.scale"] = (1,)
+            parameters[f"{h}.after.scale"] = (1,)
         if P:
-            found |= {f"{h}.after.c_gate.weight": (P, C), f"{h}.after.c_proj.weight": (C, P)}
-            found |= _norm(config, f"{h}.after.post", C)
-    found |= _norm(config, "transformer.ln_f", C)
+            parameters |= {f"{h}.after.c_gate.weight": (P, C), f"{h}.after.c_proj.weight": (C, P)}
+            parameters |= _norm(config, f"{h}.after.post", C)
+    parameters |= _norm(config, "transformer.ln_f", C)
     if not config.tie_word_embeddings:
-        found["lm_head.weight"] = (config.vocab_size, C)
+        parameters["lm_head.weight"] = (config.vocab_size, C)
         if config.head_bias:
-            found["lm_head.bias"] = (config.vocab_size,)
-    return found
+            parameters["lm_head.bias"] = (config.vocab_size,)
+    return parameters
 
 
 def _linear(config: ModelConfig, name: str, out: int, inputs: int, part: str) -> Shapes:
@@ -67,40 +67,40 @@ def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
 def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a layer's attention, whose names begin with `name`."""
     at, widths = config.at(layer), config.qkv_widths(layer)
-    found: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
-    found |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
+    parameters: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
+    parameters |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
     if (latent := config.latent) is not None:
-        return found | _latent_shapes(config, latent, name)
-    found |= _linear(config, f"{name}.c_proj", config.n_embd, at.attn_dim, "proj")
+        return parameters | _latent_shapes(config, latent, name)
+    parameters |= _linear(config, f"{name}.c_proj", config.n_embd, at.attn_dim, "proj")
     for part, width in zip(("q_norm", "k_norm"), widths, strict=False):
         if config.qk_norm == "heads":
-            found[f"{name}.{part}.weight"] = (width,)
+            parameters[f"{name}.{part}.weight"] = (width,)
         elif config.qk_norm != "none":
-            found |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
-    return found | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
+            parameters |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
+    return parameters | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
 
 
 def _latent_shapes(config: ModelConfig, latent: Latent, name: str) -> Shapes:
     """Return the parameters of latent attention but c_attn's."""
-    H, found = config.n_head, Shapes()
+    H, parameters = config.n_head, Shapes()
     if latent.query_rank:
-        found |= _norm(config, f"{name}.q_norm", latent.query_rank)
-        found[f"{name}.q_b.weight"] = (H * latent.query_dim, latent.query_rank)
-    found |= _norm(config, f"{name}.kv_norm", latent.rank)
-    found[f"{name}.k_b.weight"] = (H * latent.rank, latent.plain_dim)
-    found[f"{name}.v_b.weight"] = (H * latent.value_dim, latent.rank)
-    return found | _linear(config, f"{name}.c_proj", config.n_embd, H * latent.value_dim, "proj")
+        parameters |= _norm(config, f"{name}.q_norm", latent.query_rank)
+        parameters[f"{name}.q_b.weight"] = (H * latent.query_dim, latent.query_rank)
+    parameters |= _norm(config, f"{name}.kv_norm", latent.rank)
+    parameters[f"{name}.k_b.weight"] = (H * latent.rank, latent.plain_dim)
+    parameters[f"{name}.v_b.weight"] = (H * latent.value_dim, latent.rank)
+    return parameters | _linear(config, f"{name}.c_proj", config.n_embd, H * latent.value_dim, "proj")
 
 
 def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a layer's MLP or mixture of experts, whose names begin with `name`."""
     if config.layer(layer).experts:
         return {f"{name}.{part}": shape for part, shape in _expert_shapes(config, config.at(layer).mlp_dim)}
-    C, width, found = config.n_embd, config.at(layer).mlp_dim, Shapes()
+    C, width, parameters = config.n_embd, config.at(layer).mlp_dim, Shapes()
     for part in ("c_gate", "c_fc") if config.gated_mlp else ("c_fc",):
-        found |= _linear(config, f"{name}.{part}", width, C, "mlp")
-    found |= _linear(config, f"{name}.c_proj", C, width, "mlp")
-    return found | (_norm(config, f"{name}.sub_norm", width) if config.sub_norms else {})
+        parameters |= _linear(config, f"{name}.{part}", width, C, "mlp")
+    parameters |= _linear(config, f"{name}.c_proj", C, width, "mlp")
+    return parameters | (_norm(config, f"{name}.sub_norm", width) if config.sub_norms else {})
 
 
 def _expert_shapes(config: ModelConfig, mlp_dim: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -111,23 +111,24 @@ def _expert_shapes(config: ModelConfig, mlp_dim: int) -> list[tuple[str, tuple[i
     C, experts = config.n_embd, config.experts
     assert experts is not None
     E, F, S = experts.count, experts.width, mlp_dim if experts.beside else experts.shared_width
-    found: list[tuple[str, tuple[int, ...]]] = []
+    parameters: list[tuple[str, tuple[int, ...]]] = []
     if experts.beside:
-        found += [("router_scale", (C,)), ("expert_scale", (E,))]
+        parameters += [("router_scale", (C,)), ("expert_scale", (E,))]
     sizes = {"router": (E, C), "experts.c_gate": (E * F, C), "experts.c_fc": (E * F, C), "experts.c_proj": (E * C, F)}
     for name, shape in sizes.items():
-        found.append((f"{name}.weight", shape))
+        parameters.append((f"{name}.weight", shape))
         if experts.bias:
-            found.append((f"{name}.bias", shape[:1]))
+            parameters.append((f"{name}.bias", shape[:1]))
         if name == "router" and experts.correction:
-            found.append(("correction.bias", (E,)))
+            parameters.append(("correction.bias", (E,)))
     if S:
-        found += [("shared.c_gate.weight", (S, C)), ("shared.c_fc.weight", (S, C)), ("shared.c_proj.weight", (C, S))]
+        shared = {"c_gate": (S, C), "c_fc": (S, C), "c_proj": (C, S)}
+        parameters += [(f"shared.{part}.weight", shape) for part, shape in shared.items()]
     if experts.shared_gate:
-        found.append(("shared_gate.weight", (1, C)))
+        parameters.append(("shared_gate.weight", (1, C)))
     for norm in ("ln_1", "post_1", "ln_2", "post_2") if experts.beside else ():
-        found += _norm(config, norm, C).items()
-    return found
+        parameters += _norm(config, norm, C).items()
+    return parameters
 
 
 def num_parameters(config: ModelConfig) -> int:

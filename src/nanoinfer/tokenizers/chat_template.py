@@ -57,9 +57,9 @@ class ChatTemplate:
             NanoinferError: the template refuses the messages, has an error, or exceeds a limit; or a value cannot be
                 given to a template.
         """
-        given = {"messages": messages, "tools": None, "documents": None, **self.special_tokens, **variables}
+        names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens, **variables}
         try:
-            request = json.dumps(given, allow_nan=False).encode() + b"\n"
+            request = json.dumps(names, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as e:
             raise NanoinferError(f"the messages cannot be given to the chat template: {reason(e)}") from None
         answer = self._worker.ask(request)

@@ -86,15 +86,15 @@ def environment() -> jinja2.Environment:
 
     Lists may be changed, as some published templates do: variables are decoded for each rendering.
     """
-    made = jinja2.sandbox.SandboxedEnvironment(
+    env = jinja2.sandbox.SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    made.globals["dict"] = lambda *args, **values: dict(*args, **values)  # the class has attributes
-    made.globals["namespace"] = _Namespace
-    return made
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    env.globals["dict"] = lambda *args, **values: dict(*args, **values)  # the class has attributes
+    env.globals["namespace"] = _Namespace
+    return env
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_output: int) -> str:

@@ -374,7 +374,7 @@ def ranked(
     for token in tokens:  # all pairs of tokens that make a token, in the order of the tokens that they make
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = sorted((p for p in pairs if p[0] in ids and p[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
-        merges += [(spelled[left], spelled[right]) for left, right in pairs]
+        merges += [(spelled[begin], spelled[right]) for begin, right in pairs]
     vocabulary = {spelled[token]: first + i for token, i in ids.items()}
     if twice := sorted(names.keys() & vocabulary.keys()):
         raise ValueError(f"its special token {twice[0]!r} is also a token of text")

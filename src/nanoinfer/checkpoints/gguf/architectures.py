@@ -398,7 +398,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def describe(config: ModelConfig, arch: str) -> dict[str, Value]:
     """Return the keys of the architecture, without its prefix, from which model.py reads the config."""
     epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rms" else "attention.layer_norm_epsilon"
-    found: dict[str, Value] = {
+    keys: dict[str, Value] = {
         "vocab_size": config.vocab_size,
         "context_length": config.block_size,
         "embedding_length": config.n_embd,
@@ -407,26 +407,26 @@ def describe(config: ModelConfig, arch: str) -> dict[str, Value]:
         "attention.head_count": config.n_head,
         epsilon: float(config.norm_epsilon),
     }
-    found |= _describe_rotary(config) | ARCHITECTURES[arch].write(FAMILIES[config.family].write(config))
+    keys |= _describe_rotary(config) | ARCHITECTURES[arch].write(FAMILIES[config.family].write(config))
     windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
     if windowed.window is not None:
-        found["attention.sliding_window"] = windowed.window
+        keys["attention.sliding_window"] = windowed.window
         if arch in ("llama", "qwen2", "qwen3") and windowed.window < config.block_size:
             log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
     if arch in ("exaone4", "olmo2", "qwen2", "qwen3") and windowed.window is not None:
-        found["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
+        keys["attention.sliding_window_pattern"] = np.array([kind.window is not None for kind in config.layers])
     if arch == "stablelm":
-        found["use_parallel_residual"] = config.parallel_residual
+        keys["use_parallel_residual"] = config.parallel_residual
     if config.activation == "gelu":
         log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
-    return found
+    return keys
 
 
 def _describe_rotary(config: ModelConfig) -> dict[str, Value]:
     """Return the keys of rotary positions, and of the heads that have them."""
     if (rotary := _rotary(config)) is None:
         return {}
-    found: dict[str, Value] = {
+    keys: dict[str, Value] = {
         "attention.head_count_kv": config.n_kv_head,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
@@ -434,9 +434,9 @@ def _describe_rotary(config: ModelConfig) -> dict[str, Value]:
         "rope.freq_base": float(rotary.base),
     }
     if rotary.scaling == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
     if rotary.scaling == "yarn":
-        found |= {
+        keys |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rotary.factor),
             "rope.scaling.original_context_length": rotary.original_context,
@@ -447,8 +447,8 @@ def _describe_rotary(config: ModelConfig) -> dict[str, Value]:
         if not math.isclose(rotary.attention_factor, 0.1 * math.log(rotary.factor) + 1.0, rel_tol=1e-4):
             log.warning("llama.cpp ignores attention_factor=%g: its logits differ", rotary.attention_factor)
         if rotary.query_growth:
-            found["attention.temperature_scale"] = float(rotary.query_growth)
-    return found
+            keys["attention.temperature_scale"] = float(rotary.query_growth)
+    return keys
 
 
 def _rotary(config: ModelConfig) -> Rotary | None:

@@ -75,11 +75,11 @@ def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str,
     Raises:
         NanoinferError: a GGUF file cannot have the tokenizer.
     """
-    found = write_no_tokenizer(loaded.config)
+    metadata = write_no_tokenizer(loaded.config)
     if with_tokenizer and loaded.tokenizer is not None:
-        found = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
+        metadata = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
     templates = {"tokenizer.chat_template": loaded.chat_template, TOOL_TEMPLATE: loaded.tool_template}
-    return found | {key: template for key, template in templates.items() if template is not None}
+    return metadata | {key: template for key, template in templates.items() if template is not None}
 
 
 def write_file(
@@ -212,13 +212,13 @@ def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -
         NanoinferError: the config that is read differs.
     """
     try:
-        found, expected = (comparable(c) for c in (gguf.open_file(written)[0].config, config))
+        written_fields, expected = (comparable(c) for c in (gguf.open_file(written)[0].config, config))
     except NanoinferError as e:
         why = str(e).removeprefix(f"{escaped(written)}: ")
         raise NanoinferError(
             f"{escaped(path)}: the architecture {arch} of GGUF cannot express the model: {why}"
         ) from None
-    if wrong := [name for name in expected if found[name] != expected[name]]:
+    if wrong := [name for name in expected if written_fields[name] != expected[name]]:
         value = show(getattr(config, wrong[0]))
         raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express {wrong[0]}={value}")
 
@@ -233,12 +233,12 @@ def comparable(config: ModelConfig) -> dict[str, Any]:
             return [rounded(v) for v in value]
         return float(np.float32(value)) if isinstance(value, float) else value
 
-    found = dataclasses.asdict(config) | {
+    fields = dataclasses.asdict(config) | {
         "n_inner": config.mlp_dim, "head_size": config.head_dim, "num_kv_heads": config.n_kv_head,
         "layers": [dataclasses.asdict(config.layer(i)) for i in range(config.n_layer)],
         "activation": "gelu" if config.activation in _GELU else config.activation,
     }  # fmt: skip
-    return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
+    return {name: rounded(v) for name, v in fields.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
 
 
 def _stored(weights: Weights, config: ModelConfig, added: float, family: Family) -> Iterator[tuple[str, HostTensor]]:

@@ -109,10 +109,10 @@ def read_gguf(path: Path) -> GGUFFile:
         NanoinferError: a file is missing, is not a valid GGUF file of version 2 or 3, or has tensors of an unsupported
             format; or the parts are not those of one model.
     """
-    found = _read_file(path)
-    count = found.metadata.get("split.count", 0)
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 0)
     if isinstance(count, int) and count in (0, 1):  # not an array, which is compared value by value
-        return found
+        return first
     if type(count) is not int or not 1 < count <= MAX_PARTS:
         raise NanoinferError(f"{escaped(path)}: split.count={show(count)} is not a number from 2 to {MAX_PARTS}")
     name = PART.search(path.name)
@@ -126,9 +126,9 @@ def read_gguf(path: Path) -> GGUFFile:
     parts = [_read_file(path) for path in paths]
     tensors: dict[str, StoredTensor] = {}
     for i, (file, part) in enumerate(zip(paths, parts, strict=True)):
-        for key, wanted in (("split.no", i), ("split.count", count)):
-            if type(value := part.metadata.get(key)) is not int or value != wanted:
-                raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but its name says {wanted}")
+        for key, expected in (("split.no", i), ("split.count", count)):
+            if type(value := part.metadata.get(key)) is not int or value != expected:
+                raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but its name says {expected}")
         if twice := tensors.keys() & part.tensors.keys():
             raise NanoinferError(f"{escaped(file)}: tensor {show(min(twice))} is in another part too")
         tensors |= part.tensors
@@ -182,7 +182,7 @@ class _Header:
         self._num_strings = 0  # in arrays
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Number of bytes that have not been read."""
         return self._end - self.position
 
@@ -192,14 +192,14 @@ class _Header:
 
     def take(self, num_bytes: int, what: str) -> bytes:
         """Return the next bytes."""
-        if num_bytes > self.left:
+        if num_bytes > self.remaining:
             if self._end < self.file.size:
                 raise self.error(f"{what} is beyond the first {MAX_HEADER_BYTES} bytes, the limit of the header")
             raise self.error(f"{what} at byte {self.position} has {num_bytes} bytes, but the file has {self.file.size}")
         at = self.position - self._start
         if at + num_bytes > len(self._buffer):
             self._start, at = self.position, 0
-            self._buffer = self.file.read(self.position, min(self.left, max(num_bytes, _CHUNK)))
+            self._buffer = self.file.read(self.position, min(self.remaining, max(num_bytes, _CHUNK)))
         self.position += num_bytes
         return self._buffer[at : at + num_bytes]
 
@@ -212,7 +212,7 @@ class _Header:
         number = self.integer(8, f"the number of {what}")
         if number > limit:
             raise self.error(f"it claims to have {number} {what}; the limit is {limit}")
-        if number > self.left // min_bytes:
+        if number > self.remaining // min_bytes:
             raise self.error(f"it claims to have {number} {what}, which do not fit into its {self.file.size} bytes")
         return number
 
@@ -232,21 +232,21 @@ class _Header:
         if self._num_strings > MAX_STRINGS:
             total = f"{self._num_strings} in total; the limit is {MAX_STRINGS}"
             raise self.error(f"it claims to have {count} strings in {show(key)}, {total}")
-        found: list[str] = []
-        while len(found) < count:
-            found.append(self.string(f"the value of {show(key)}"))  # and the chunk of the file that follows
+        texts: list[str] = []
+        while len(texts) < count:
+            texts.append(self.string(f"the value of {show(key)}"))  # and the chunk of the file that follows
             buffer, at = self._buffer, self.position - self._start
-            while len(found) < count and (start := at + 8) <= len(buffer):
+            while len(texts) < count and (start := at + 8) <= len(buffer):
                 end = start + _LENGTH.unpack_from(buffer, at)[0]
                 try:
                     if end > len(buffer):
                         break
-                    found.append(buffer[start:end].decode())
+                    texts.append(buffer[start:end].decode())
                 except UnicodeDecodeError:  # `string` raises the error
                     break
                 at = end
             self.position = self._start + at
-        return found
+        return texts
 
     def name(self, what: str) -> str:
         """Return the next string if it is short enough to be a name."""

@@ -177,7 +177,7 @@ def _yarn(m: Metadata, factor: float | None) -> dict[str, Any]:
     """
     m.only(m.key("rope.scaling.yarn_ext_factor"), 1.0)
     share = m.float_("rope.scaling.yarn_log_multiplier", None) or 0.0
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": m.int_("rope.scaling.original_context_length"),
@@ -186,10 +186,10 @@ def _yarn(m: Metadata, factor: float | None) -> dict[str, Any]:
         "truncate": m.arch != "gpt-oss",
     }
     if m.arch == "deepseek2":
-        return found | {"attention_factor": 1.0, "mscale_all_dim": round(share / 0.1, 6)}
+        return fields | {"attention_factor": 1.0, "mscale_all_dim": round(share / 0.1, 6)}
     if (attention := m.float_("rope.scaling.yarn_attn_factor", None)) is not None:
-        found["attention_factor"] = attention
-    return found | {"mscale": 1.0, "mscale_all_dim": share}
+        fields["attention_factor"] = attention
+    return fields | {"mscale": 1.0, "mscale_all_dim": share}
 
 
 def windows(m: Metadata, num_layers: int, step: int | None = None) -> dict[str, Any]:

@@ -172,13 +172,13 @@ def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | No
     """
     tokens = metadata.get(f"{PREFIX}tokens")
     tokens = tokens if isinstance(tokens, list) else []
-    found = {}
+    ids = {}
     for name in ("bos", *_KEYS_OF_ENDS):
         if (value := metadata.get(key := f"{PREFIX}{name}_token_id")) is not None:
-            found[name] = require_int(key, value, 0, max(vocab_size, len(tokens)) - 1)
-    bos = found.pop("bos", None)
+            ids[name] = require_int(key, value, 0, max(vocab_size, len(tokens)) - 1)
+    bos = ids.pop("bos", None)
     names = _ends_by_name(metadata)
-    ends = dict.fromkeys([*found.values(), *(i for i, token in enumerate(tokens) if token in names)])
+    ends = dict.fromkeys([*ids.values(), *(i for i, token in enumerate(tokens) if token in names)])
     message = None if "<|end|>" in names or "<|end|>" not in tokens else tokens.index("<|end|>")
     bos = None if bos is None or bos >= vocab_size else bos
     return bos, tuple(i for i in ends if i < vocab_size and i != message)
@@ -211,12 +211,12 @@ def chat_template(metadata: Mapping[str, Value], key: str = "tokenizer.chat_temp
 def special_tokens(metadata: Mapping[str, Value]) -> dict[str, str]:
     """Return the special tokens of a GGUF file that chat templates may use: {"bos_token": "<s>", ...}."""
     tokens = metadata.get(f"{PREFIX}tokens")
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for name, key in SPECIAL_KEYS.items():
         token_id = as_int(metadata.get(f"{PREFIX}{key}_token_id"))
         if isinstance(tokens, list) and token_id is not None and 0 <= token_id < len(tokens):
-            found[f"{name}_token"] = tokens[token_id]
-    return found
+            special[f"{name}_token"] = tokens[token_id]
+    return special
 
 
 def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
@@ -297,13 +297,13 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise NanoinferError(f"{PREFIX}merges is not a list of merges")
     merges = []
     for line in lines:
-        left, _, right = line.partition(" ")
-        if not left:  # a token may begin with a space
-            left, _, right = line[1:].partition(" ")
-            left = f" {left}"
+        first, _, right = line.partition(" ")
+        if not first:  # a token may begin with a space
+            first, _, right = line[1:].partition(" ")
+            first = f" {first}"
         if not right:
             raise NanoinferError(f"{PREFIX}merges has {show(line)}, which is not two tokens")
-        merges.append((left, right))
+        merges.append((first, right))
     return merges
 
 
@@ -326,16 +326,16 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     if (lengths**2).sum() > MAX_MERGE_WORK:
         raise NanoinferError(f"{PREFIX}tokens has tokens that are too long to find their merges")
     chars = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32)
-    left = _beginnings(chars, lengths)[:-1]
+    first = _beginnings(chars, lengths)[:-1]
     right = len(tokens) - 1 - _beginnings(chars[::-1], lengths[::-1])[::-1][1:]
     owner = np.repeat(np.arange(len(tokens)), lengths)
-    at = np.flatnonzero((left >= 0) & (right < len(tokens)) & (owner[:-1] == owner[1:]))
+    at = np.flatnonzero((first >= 0) & (right < len(tokens)) & (owner[:-1] == owner[1:]))
     if len(at) > (limit := MERGES_PER_TOKEN * count):
         raise NanoinferError(f"the tokens can be made by more than {limit} merges, the limit for {count} tokens")
-    left, right, made = left[at], right[at], ids[owner[at]]
-    order = np.lexsort((made, -lengths[right], -lengths[left], -scores.astype(np.float64)[made]))
+    first, right, merged = first[at], right[at], ids[owner[at]]
+    order = np.lexsort((merged, -lengths[right], -lengths[first], -scores.astype(np.float64)[merged]))
     names = np.array(tokens, object)
-    return list(zip(names[left[order]].tolist(), names[right[order]].tolist(), strict=True))
+    return list(zip(names[first[order]].tolist(), names[right[order]].tolist(), strict=True))
 
 
 def _beginnings(chars: NDArray[np.uint32], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -349,7 +349,7 @@ def _beginnings(chars: NDArray[np.uint32], lengths: NDArray[np.int64]) -> NDArra
         lengths: characters of each token. All tokens are different.
     """
     starts = np.cumsum(lengths) - lengths
-    found = np.full(len(chars), -1)
+    beginnings = np.full(len(chars), -1)
     tokens, groups = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)  # that begin in the same way
     size = 0
     while len(tokens):
@@ -359,10 +359,10 @@ def _beginnings(chars: NDArray[np.uint32], lengths: NDArray[np.int64]) -> NDArra
         whole = lengths[tokens] == size
         equal = np.full(len(sizes), -1)
         equal[groups[whole]] = tokens[whole]
-        found[starts[tokens] + size - 1] = equal[groups]
+        beginnings[starts[tokens] + size - 1] = equal[groups]
         longer = (sizes[groups] > 1) & ~whole
         tokens, groups = tokens[longer], groups[longer]
-    return found
+    return beginnings
 
 
 def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
@@ -425,10 +425,10 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
 
 def write_no_tokenizer(config: ModelConfig) -> dict[str, Value]:
     """Return the metadata of a file without a tokenizer: the ids of start and end tokens."""
-    found = dict(zip(("eos", "eot", "eom"), config.eos_token_ids, strict=False))
+    named = dict(zip(("eos", "eot", "eom"), config.eos_token_ids, strict=False))
     if config.bos_token_id is not None:
-        found["bos"] = config.bos_token_id
-    return {f"{PREFIX}model": "no_vocab", **{f"{PREFIX}{key}_token_id": i for key, i in found.items()}}
+        named["bos"] = config.bos_token_id
+    return {f"{PREFIX}model": "no_vocab", **{f"{PREFIX}{key}_token_id": i for key, i in named.items()}}
 
 
 def _special_ids(
@@ -440,19 +440,19 @@ def _special_ids(
     a byte is named that no UTF-8 text contains.
     """
     named = {key: ids.get(special_tokens.get(f"{name}_token", "")) for name, key in SPECIAL_KEYS.items()}
-    found = {key: i for key, i in named.items() if i is not None}
-    for start in (config.bos_token_id, found.get("bos"), tokenizer.bos_token_id):  # the last one decides
+    special = {key: i for key, i in named.items() if i is not None}
+    for start in (config.bos_token_id, special.get("bos"), tokenizer.bos_token_id):  # the last one decides
         if start is not None:
-            found["bos"] = start
-    ends = sorted(config.eos_token_ids, key=lambda i: i != found.get("eos"))
-    if not ends and "eos" not in found:
+            special["bos"] = start
+    ends = sorted(config.eos_token_ids, key=lambda i: i != special.get("eos"))
+    if not ends and "eos" not in special:
         ends = [i for token, i in ids.items() if token == "\u00ff"]
     tokens = {i: token for token, i in ids.items()}
     ends = ends[:1] + [i for i in ends[1:] if tokens.get(i) not in TURN_ENDS]  # readers know these by their names
     if len(ends) > 3:
         log.warning("%d of the model's end tokens are left out: a GGUF file names three", len(ends) - 3)
-    found |= zip(("eos", "eot", "eom"), ends, strict=False)
-    return {"add_bos_token": tokenizer.bos_token_id is not None, **{f"{key}_token_id": i for key, i in found.items()}}
+    special |= zip(("eos", "eot", "eom"), ends, strict=False)
+    return {"add_bos_token": tokenizer.bos_token_id is not None, **{f"{key}_token_id": i for key, i in special.items()}}
 
 
 def _split_name(core: tokenizers.Tokenizer, model: Mapping[str, Any]) -> str:

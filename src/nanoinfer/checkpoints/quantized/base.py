@@ -1,8 +1,7 @@
 """Matrices that several stored tensors describe: integers, scales, zero points.
 
-A `Codec` knows the tensors of one matrix and computes its values, or its blocks if these values are exactly those of a
-format of GGUF files. `QuantizedTensor` gives a codec the interface of a `StoredTensor`, so that families, engines and
-exports need not know how a matrix is stored.
+A `Codec` computes the values of one matrix, or its blocks if these values are exactly those of a format of GGUF files.
+`QuantizedTensor` gives it the interface of a `StoredTensor`.
 
 Values are those of the method's formula in exact arithmetic, rounded once to float32. For an integer or an FP8 number
 times a scale of at most 24 bits, a product in float32 is that.
@@ -162,8 +161,8 @@ class Scaled:
         low, high = self.limits[0] - int(zeros.max()), self.limits[1] - int(zeros.min())
         sizes = (self.shape[1], self.block[1] if self.block[1] < self.shape[1] else 0)  # a block has one scale
         fitting = (
-            name for name, least, most in _EXACT
-            if least <= low and high <= most and not any(n % BY_NAME[name.upper()].block_size for n in sizes)
+            name for name, least, highest in _EXACT
+            if least <= low and high <= highest and not any(n % BY_NAME[name.upper()].block_size for n in sizes)
         )  # fmt: skip
         name = next(fitting, None)
         return name, "" if name else "codes without their zero points have more than 8 bits"
@@ -223,7 +222,7 @@ class Parts:
         self._taken: set[str] = set()
 
     @property
-    def left(self) -> list[str]:
+    def untaken(self) -> list[str]:
         """The ends of the names of tensors that were not taken."""
         return sorted(self._tensors.keys() - self._taken)
 
@@ -246,11 +245,11 @@ class Parts:
         self._taken.add(end)
         if tensor.dtype not in dtypes:
             raise self.error(end, f"is {escaped(tensor.dtype, 40)}, but must be {' or '.join(dtypes)}")
-        found, wanted = tensor.shape, tensor.shape if shape is None else tuple(shape)
-        same = len(found) == len(wanted) and all(w in (n, None) and n for n, w in zip(found, wanted, strict=True))
+        actual, expected = tensor.shape, tensor.shape if shape is None else tuple(shape)
+        same = len(actual) == len(expected) and all(w in (n, None) and n for n, w in zip(actual, expected, strict=True))
         if not same:
-            text = ", ".join("any" if n is None else str(n) for n in wanted)
-            raise self.error(end, f"is {list(found)}, but must be [{text}], without empty dimensions")
+            text = ", ".join("any" if n is None else str(n) for n in expected)
+            raise self.error(end, f"is {list(actual)}, but must be [{text}], without empty dimensions")
         return tensor
 
     def error(self, end: str, what: str) -> NanoinferError:

@@ -72,8 +72,8 @@ def scale_of(
         return lambda: floats(tensor).reshape(-1, 1), (1, columns)
     if block is not None and tensor.shape == (-(-rows // block[0]), -(-columns // block[1])):
         return lambda: floats(tensor), (block[0], block[1])
-    wanted = "one scale, or one a row" + ("" if block is None else f", or one for each {block[0]} x {block[1]} block")
-    raise parts.error(end, f"is {list(tensor.shape)}, but a matrix of {list(shape)} has {wanted}")
+    allowed = "one scale, or one a row" + ("" if block is None else f", or one for each {block[0]} x {block[1]} block")
+    raise parts.error(end, f"is {list(tensor.shape)}, but a matrix of {list(shape)} has {allowed}")
 
 
 def float8(parts: Parts, scale: str, block: Sequence[int] | None) -> Codec:
@@ -242,9 +242,9 @@ def _matrix(
     """
     rows, columns = shape
     scale = parts.take(".scales", FLOATS, (None, rows))
-    groups, wanted = scale.shape[0], -(-columns // group_size) if group_size > 0 else 1
-    if groups != wanted:
-        what = f"has {groups} groups, but group_size={group_size} needs {wanted} of {columns} columns"
+    groups, expected = scale.shape[0], -(-columns // group_size) if group_size > 0 else 1
+    if groups != expected:
+        what = f"has {groups} groups, but group_size={group_size} needs {expected} of {columns} columns"
         raise parts.error(".scales", what)
     order = order_of(parts, ".g_idx", columns, groups)
     each = columns if order is not None else groups_of(parts, ".scales", columns, groups)
@@ -315,9 +315,9 @@ def _ternary(divides: bool, parts: Parts) -> Codec:
     scale = parts.take(".weight_scale", FLOATS, (1,))
 
     def scales() -> Numbers:
-        found = scale.read().float32().reshape(1, 1)
+        factor = scale.read().float32().reshape(1, 1)
         with np.errstate(divide="ignore"):
-            return 1.0 / found.astype(np.float64) if divides else found
+            return 1.0 / factor.astype(np.float64) if divides else factor
 
     rows, columns = weight.shape
     if weight.dtype != "uint8":  # autobitlinear may store the values
@@ -462,7 +462,7 @@ _ACTIVATIONS = tuple(
 
 
 def dequantized(
-    stored: Mapping[str, StoredTensor], given: Any, where: str, transposed: Collection[str]
+    stored: Mapping[str, StoredTensor], quantization: Any, where: str, transposed: Collection[str]
 ) -> tuple[dict[str, StoredTensor], str]:
     """Return the tensors with a `QuantizedTensor` in the place of those that make a matrix, and the method's name.
 
@@ -478,7 +478,7 @@ def dequantized(
         NanoinferError: the method or a field is not supported, or a tensor is missing or has a wrong shape or dtype.
     """
     with about(f"{where}/config.json: quantization_config"):
-        name, method, scheme = _scheme(given)
+        name, method, scheme = _scheme(quantization)
     kept = {key: tensor for key, tensor in stored.items() if not key.endswith(_ACTIVATIONS)}
     groups = _groups(kept, method)
     if not groups:
@@ -491,8 +491,8 @@ def dequantized(
         with about(where):
             parts = Parts(stem, tensors)
             codec = scheme.open(parts)
-            if left := parts.left:
-                raise parts.error(left[0], f"is not supported beside {show(stem + min(tensors))[1:-1]}")
+            if untaken := parts.untaken:
+                raise parts.error(untaken[0], f"is not supported beside {show(stem + min(tensors))[1:-1]}")
             format, reason = codec.exact()
             chosen[f"have the values of {format}" if format else f"are dequantized: {reason}"] += 1
         for end in tensors:
@@ -510,11 +510,11 @@ def dequantized(
     return kept, name
 
 
-def _scheme(given: Any) -> tuple[str, Method, Scheme]:
+def _scheme(quantization: Any) -> tuple[str, Method, Scheme]:
     """Return the method's name, the method, and what it says of this folder."""
-    if not isinstance(given, dict):
-        raise NanoinferError(f"is {show(given)}, not an object")
-    f = Fields(given)
+    if not isinstance(quantization, dict):
+        raise NanoinferError(f"is {show(quantization)}, not an object")
+    f = Fields(quantization)
     name = f.get("quant_method")
     if name is None and f.get("load_in_4bit"):  # before transformers 4.33
         name = "bitsandbytes"

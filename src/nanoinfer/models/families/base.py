@@ -141,35 +141,35 @@ class Family:
             return self._read(f)
         except NanoinferError as e:
             names = {ours: theirs for theirs, (ours, *_) in self._table()}
-            found = re.sub(r"\b(\w+)(?==)", lambda m: names.get(m[1], m[1]), str(e))
-            raise NanoinferError(found) from None
+            message = re.sub(r"\b(\w+)(?==)", lambda m: names.get(m[1], m[1]), str(e))
+            raise NanoinferError(message) from None
 
     def _read(self, f: Fields) -> ModelConfig:
         for name in self.harmless:
             f.get(name)
         for name, values in self.only.items():
             f.only(name, *values)
-        found: dict[str, Any] = {}
+        config_fields: dict[str, Any] = {}
         for theirs, (ours, *default) in self._table():
             if ours == "activation":
-                found[ours] = f.activation(theirs, default[0])
+                config_fields[ours] = f.activation(theirs, default[0])
             else:
-                found[ours] = f.get(theirs, default[0]) if default else f.required(theirs)
+                config_fields[ours] = f.get(theirs, default[0]) if default else f.required(theirs)
         parts = self.biased + tuple(p for name, (parts, on) in self.biases.items() if f.flag(name, on) for p in parts)
-        config = ModelConfig(family=self.model_type, bias=parts, **self.fixed, **found)
+        config = ModelConfig(family=self.model_type, bias=parts, **self.fixed, **config_fields)
         return replace(config, **self.read_layers(f, config))
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Return the fields of a config.json that `read` and transformers read, without special tokens."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for theirs, (ours, *default) in self._table():
             value = getattr(config, ours)
             if ours == "activation" and ACTIVATIONS[default[0]] == value:
                 value = default[0]
             if value is not None or default != [None]:  # a field whose default is null is left out
-                found[theirs] = value
+                fields[theirs] = value
         flags = {name: parts[0] in config.biases for name, (parts, _) in self.biases.items()}
-        return found | flags | self.write_layers(config)
+        return fields | flags | self.write_layers(config)
 
     def unread(self, config: ModelConfig) -> set[str]:
         """Return the names of tensors of keys and values that a file may have for layers without them."""
@@ -234,6 +234,6 @@ _NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*?)(\.w
 
 def split_name(name: str) -> tuple[int | None, str, str]:
     """Split one of our names: transformer.h.3.attn.c_attn.bias -> (3, "attn.c_attn", ".bias"). Not all have an end."""
-    found = _NAME.fullmatch(name)
-    assert found is not None, name
-    return None if found[1] is None else int(found[1]), found[2], found[3]
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return None if match[1] is None else int(match[1]), match[2], match[3]

@@ -56,13 +56,13 @@ def read_layers(f: Fields, config: ModelConfig, mixture: Experts, first: int, fu
     query_rank = 0 if f.get("q_lora_rank", 1536) is None else f.integer("q_lora_rank", 1536)
     further = f.integer("num_nextn_predict_layers", f.integer("num_mtp_layers", further, 0), 0)
     latent = Latent(**sizes, query_rank=query_rank, further_layers=further)
-    found = rotated(f, ModelConfig(block_size=config.block_size, head_size=latent.rotary_dim))
-    rotary, scale = found["layers"][0].rotary, latent.query_dim**-0.5
+    fields = rotated(f, ModelConfig(block_size=config.block_size, head_size=latent.rotary_dim))
+    rotary, scale = fields["layers"][0].rotary, latent.query_dim**-0.5
     if share := f.rope().get("mscale_all_dim"):
         scale *= magnitude(rotary.factor, require_float("mscale_all_dim", share, 0.0, 1e3)) ** 2
-    found["layers"] = (found["layers"][0],) * config.n_layer
+    fields["layers"] = (fields["layers"][0],) * config.n_layer
     attention = {"latent": latent, "head_size": latent.head_dim, "num_kv_heads": 1, "attention_scale": scale}
-    return experts.with_experts(found | attention, mixture, lambda i: i >= first)
+    return experts.with_experts(fields | attention, mixture, lambda i: i >= first)
 
 
 def mixture_of(f: Fields, *, count: int, chosen: int, width: int, shared: int, **others: Any) -> Experts:
@@ -135,27 +135,27 @@ def from_stored(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[st
     """`Family.from_stored`. Layers after the last one that predict further tokens are left out."""
     assert config.latent is not None
     further = range(config.n_layer, config.n_layer + config.latent.further_layers)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
         if layer is not None and int(layer[1]) in further:
             continue
         if not name.endswith(f"{_KV}.weight"):
-            found[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
+            tensors[name.replace(f"{_CORRECTION}_bias", f"{_CORRECTION}.bias")] = tensor
             continue
-        found[name.replace(_KV, _KEYS)], found[name.replace(_KV, _VALUES)] = split(config, name, tensor)
-    return found
+        tensors[name.replace(_KV, _KEYS)], tensors[name.replace(_KV, _VALUES)] = split(config, name, tensor)
+    return tensors
 
 
 def split(config: ModelConfig, name: str, tensor: StoredTensor) -> tuple[StoredTensor, StoredTensor]:
     """Return k_b and v_b, which are computed from kv_b as they are read. Raise NanoinferError if its shape is wrong."""
     heads, plain, value, rank = _heads(config)
-    if tensor.shape != (wanted := (heads * (plain + value), rank)):
-        raise NanoinferError(f"tensor {name} is {list(tensor.shape)}, but the config requires {list(wanted)}")
+    if tensor.shape != (expected := (heads * (plain + value), rank)):
+        raise NanoinferError(f"tensor {name} is {list(tensor.shape)}, but the config requires {list(expected)}")
 
     def keys(x: NDArray[Any]) -> NDArray[Any]:
-        found: NDArray[Any] = x.reshape(heads, -1, rank)[:, :plain].swapaxes(1, 2)
-        return found.reshape(-1, plain)
+        transposed: NDArray[Any] = x.reshape(heads, -1, rank)[:, :plain].swapaxes(1, 2)
+        return transposed.reshape(-1, plain)
 
     def values(x: NDArray[Any]) -> NDArray[Any]:
         return x.reshape(heads, -1, rank)[:, plain:].reshape(-1, rank)

@@ -52,11 +52,11 @@ def num_experts(f: Fields, default: int) -> int:
 
 
 def with_experts(
-    found: dict[str, Any], experts: Experts, sparse: Callable[[int], bool] = lambda i: True
+    fields: dict[str, Any], experts: Experts, sparse: Callable[[int], bool] = lambda i: True
 ) -> dict[str, Any]:
     """Return the fields of a model with experts in the layers `i` of which `sparse(i)` is true."""
-    layers = tuple(replace(kind, experts=sparse(i)) for i, kind in enumerate(found["layers"]))
-    return found | {"layers": layers, "experts": experts}
+    layers = tuple(replace(kind, experts=sparse(i)) for i, kind in enumerate(fields["layers"]))
+    return fields | {"layers": layers, "experts": experts}
 
 
 def sparse_layers(f: Fields) -> Callable[[int], bool]:

@@ -134,36 +134,36 @@ class Fields:
             scaled: whether `rope_scaling` applies to these layers.
             original: default of original_max_position_embeddings; None: that in the object, or the context length.
         """
-        given, base = self.rope(kind, scaled), self.get(theta_field, theta)
+        scaling, base = self.rope(kind, scaled), self.get(theta_field, theta)
         context = "original_max_position_embeddings"  # transformers reads the field outside the object first
-        inside = given.get(context, config.block_size) if original is None else original
-        values = read_scaling(_type(given), given, self.get(context, inside), config.block_size)
+        inside = scaling.get(context, config.block_size) if original is None else original
+        values = read_scaling(_type(scaling), scaling, self.get(context, inside), config.block_size)
         if values.get("scaling") == "proportional":
-            part = require_float("partial_rotary_factor", given.get("partial_rotary_factor", 1.0), 0.0, 1.0)
+            part = require_float("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0), 0.0, 1.0)
             values["num_turning"] = int(part * config.head_dim // 2)
-            given = given | {"partial_rotary_factor": 1.0}
-        dim = self._rotary_dim(config.head_dim, given, share)
-        return Rotary(dim, **values | {"base": given.get("rope_theta", base)})
+            scaling = scaling | {"partial_rotary_factor": 1.0}
+        dim = self._rotary_dim(config.head_dim, scaling, share)
+        return Rotary(dim, **values | {"base": scaling.get("rope_theta", base)})
 
     def rope(self, kind: str | None = None, scaled: bool = True) -> dict[str, Any]:
         """Return the object with the rotary parameters of a type of layer; empty if there is none. As `rotary`."""
-        given, old = self.get("rope_parameters"), self.get("rope_scaling")
-        given = None if given == {} else given
-        name = "rope_scaling" if given is None else "rope_parameters"
-        if given is None:
-            given = old if scaled and old is not None else {}
-        if isinstance(given, dict) and kind is not None and kind in given:
-            given = {} if given[kind] is None else given[kind]
-        if not isinstance(given, dict):
+        rope, old = self.get("rope_parameters"), self.get("rope_scaling")
+        rope = None if rope == {} else rope
+        name = "rope_scaling" if rope is None else "rope_parameters"
+        if rope is None:
+            rope = old if scaled and old is not None else {}
+        if isinstance(rope, dict) and kind is not None and kind in rope:
+            rope = {} if rope[kind] is None else rope[kind]
+        if not isinstance(rope, dict):
             raise self.error(name, "is not an object")
-        allowed = _ROPE | SCALING_KEYS[_type(given)] | (set(_LAYER_TYPES) if kind is not None else set())
-        if unknown := sorted(given.keys() - allowed):
+        allowed = _ROPE | SCALING_KEYS[_type(rope)] | (set(_LAYER_TYPES) if kind is not None else set())
+        if unknown := sorted(rope.keys() - allowed):
             raise NanoinferError(f"the field {show(unknown[0])} in {name} is not supported")
-        return given
+        return rope
 
-    def _rotary_dim(self, head_dim: int, given: dict[str, Any], share: tuple[str, float] | None) -> int:
+    def _rotary_dim(self, head_dim: int, rope: dict[str, Any], share: tuple[str, float] | None) -> int:
         name, default = ("partial_rotary_factor", 1.0) if share is None else share
-        part = require_float(name, given.get("partial_rotary_factor", self.get(name, default)), 1e-6, 1.0)
+        part = require_float(name, rope.get("partial_rotary_factor", self.get(name, default)), 1e-6, 1.0)
         if share is None and part != 1.0:
             raise NanoinferError(f"partial_rotary_factor={part} is not supported: only 1.0 is")
         if (dim := int(head_dim * part)) % 2 or dim < 2:
@@ -185,10 +185,10 @@ class Fields:
             types = [_LAYER_TYPES[sliding(i)] for i in range(n_layer)]
         if not isinstance(types, list) or len(types) != n_layer:
             raise self.error("layer_types", f"is not a list of {n_layer} types, one for each layer")
-        for found in types:
-            if found not in _LAYER_TYPES:
-                raise NanoinferError(f"layer_types has {show(found)}: only {' and '.join(_LAYER_TYPES)} are supported")
-        return [window if found == "sliding_attention" else None for found in types]
+        for kind in types:
+            if kind not in _LAYER_TYPES:
+                raise NanoinferError(f"layer_types has {show(kind)}: only {' and '.join(_LAYER_TYPES)} are supported")
+        return [window if kind == "sliding_attention" else None for kind in types]
 
     def heads(self, config: ModelConfig, defaults: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the heads of each layer that are not the model's, as fields of `LayerKind`, from `per_layer_config`.
@@ -197,14 +197,14 @@ class Fields:
             config: the model, without its layers.
             defaults: `per_layer_config` of configs without it.
         """
-        given, found = self.get("per_layer_config", defaults), []
-        if not isinstance(given, dict) or given.keys() - {str(i) for i in range(config.n_layer)}:
+        by_layer, heads = self.get("per_layer_config", defaults), []
+        if not isinstance(by_layer, dict) or by_layer.keys() - {str(i) for i in range(config.n_layer)}:
             raise self.error("per_layer_config", f"is not an object of {config.n_layer} layers")
-        for own in (given.get(str(i), {}) for i in range(config.n_layer)):
+        for own in (by_layer.get(str(i), {}) for i in range(config.n_layer)):
             if not isinstance(own, dict) or own.keys() - _HEADS.keys():
                 raise self.error("per_layer_config", f"is not supported: only {' and '.join(_HEADS)} may differ")
-            found.append({_HEADS[k]: size for k, size in own.items() if size != getattr(config, _HEADS[k])})
-        return found
+            heads.append({_HEADS[k]: size for k, size in own.items() if size != getattr(config, _HEADS[k])})
+        return heads
 
 
 def head_fields(config: ModelConfig) -> dict[str, Any]:
@@ -213,13 +213,13 @@ def head_fields(config: ModelConfig) -> dict[str, Any]:
     return {"per_layer_config": {i: heads for i, heads in own.items() if heads}}
 
 
-def _type(given: dict[str, Any]) -> str:
+def _type(rope: dict[str, Any]) -> str:
     """Return the rope_type of an object with rotary parameters. Raises NanoinferError if it is not supported."""
-    found = given.get("rope_type", given.get("type", "default"))
-    found = _RENAMED.get(found, found) if isinstance(found, str) else found
-    if not isinstance(found, str) or found not in SCALING_KEYS:
-        raise NanoinferError(f"rope_type={show(found)} is not supported: use one of {', '.join(SCALING_KEYS)}")
-    return found
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in SCALING_KEYS:
+        raise NanoinferError(f"rope_type={show(kind)} is not supported: use one of {', '.join(SCALING_KEYS)}")
+    return kind
 
 
 def rotated(f: Fields, config: ModelConfig, windows: list[int | None] | None = None, **options: Any) -> dict[str, Any]:
@@ -288,7 +288,7 @@ SCALING_KEYS: dict[str, set[str]] = {
 """rope_type -> the fields of rope_parameters that it reads, beside those of all types."""
 
 
-def read_scaling(kind: str, given: dict[str, Any], original: Any, block_size: int) -> dict[str, Any]:
+def read_scaling(kind: str, rope: dict[str, Any], original: Any, block_size: int) -> dict[str, Any]:
     """Return the fields of `Rotary` that describe a scaling.
 
     Args:
@@ -303,30 +303,30 @@ def read_scaling(kind: str, given: dict[str, Any], original: Any, block_size: in
     if kind == "default":
         return {}
     if kind in ("linear", "dynamic"):
-        return {"scaling": kind, "factor": given.get("factor")}
+        return {"scaling": kind, "factor": rope.get("factor")}
     if kind == "proportional":
-        return {"scaling": kind, "factor": given.get("factor", 1.0)}
-    found: dict[str, Any] = {"scaling": kind, "original_context": require_int(_ORIGINAL, original, 1, 2**24)}
+        return {"scaling": kind, "factor": rope.get("factor", 1.0)}
+    values: dict[str, Any] = {"scaling": kind, "original_context": require_int(_ORIGINAL, original, 1, 2**24)}
     if kind == "llama3":
-        return found | {"factor": given.get("factor")} | {o: given.get(theirs) for o, theirs in _LLAMA3.items()}
-    factor = given.get("factor")
+        return values | {"factor": rope.get("factor")} | {o: rope.get(theirs) for o, theirs in _LLAMA3.items()}
+    factor = rope.get("factor")
     factor = block_size / original if factor is None else require_float("rope factor", factor, 1.0, 1e6)
-    attention = given.get("attention_factor")
+    attention = rope.get("attention_factor")
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
-            if not isinstance(given.get(name), list):
-                raise NanoinferError(f"{name}={show(given.get(name))} is not a list of numbers")
-            found[f"{name}s"] = tuple(given[name])
+            if not isinstance(rope.get(name), list):
+                raise NanoinferError(f"{name}={show(rope.get(name))} is not a list of numbers")
+            values[f"{name}s"] = tuple(rope[name])
         if attention is None:
             attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-        return found | {"attention_factor": attention}
+        return values | {"attention_factor": attention}
     if attention is None:
-        scales = [given.get("mscale"), given.get("mscale_all_dim")]
+        scales = [rope.get("mscale"), rope.get("mscale_all_dim")]
         above, below = (require_float("mscale", s, 0.0, 1e3) for s in scales) if all(scales) else (1.0, 0.0)
         attention = magnitude(factor, above) / magnitude(factor, below)
-    found |= {"factor": factor, "attention_factor": attention, "truncate": given.get("truncate", True)}
-    found |= {ours: given.get(theirs) or default for ours, (theirs, default) in _YARN.items()}
-    return found | {"query_growth": given.get("llama_4_scaling_beta") or 0.0}
+    values |= {"factor": factor, "attention_factor": attention, "truncate": rope.get("truncate", True)}
+    values |= {ours: rope.get(theirs) or default for ours, (theirs, default) in _YARN.items()}
+    return values | {"query_growth": rope.get("llama_4_scaling_beta") or 0.0}
 
 
 def magnitude(factor: float, scale: float) -> float:
@@ -338,22 +338,22 @@ def write_scaling(rotary: Rotary) -> dict[str, Any] | None:
     """Return the object that `read_scaling` reads; None if the frequencies are not scaled."""
     if rotary.scaling == "none":
         return None
-    found: dict[str, Any] = {"rope_type": rotary.scaling}
+    rope: dict[str, Any] = {"rope_type": rotary.scaling}
     if rotary.scaling != "longrope":
-        found["factor"] = rotary.factor
+        rope["factor"] = rotary.factor
     if rotary.scaling == "proportional":
         share = 2 * rotary.num_turning / rotary.dim  # half a pair more where the quotient was rounded down
         exact = int(share * rotary.dim // 2) == rotary.num_turning
-        return found | {"partial_rotary_factor": share if exact else share + 1 / rotary.dim}
+        return rope | {"partial_rotary_factor": share if exact else share + 1 / rotary.dim}
     if rotary.scaling not in ("linear", "dynamic"):
-        found[_ORIGINAL] = rotary.original_context
+        rope[_ORIGINAL] = rotary.original_context
     if rotary.scaling == "llama3":
-        found |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
+        rope |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
     if rotary.scaling in ("yarn", "longrope"):
-        found["attention_factor"] = rotary.attention_factor
+        rope["attention_factor"] = rotary.attention_factor
     if rotary.scaling == "yarn":
-        found |= {theirs: getattr(rotary, ours) for ours, (theirs, _) in _YARN.items()}
-        found["truncate"] = rotary.truncate
+        rope |= {theirs: getattr(rotary, ours) for ours, (theirs, _) in _YARN.items()}
+        rope["truncate"] = rotary.truncate
     if rotary.scaling == "longrope":
-        found |= {"short_factor": list(rotary.short_factors), "long_factor": list(rotary.long_factors)}
-    return found | ({"llama_4_scaling_beta": rotary.query_growth} if rotary.query_growth else {})
+        rope |= {"short_factor": list(rotary.short_factors), "long_factor": list(rotary.long_factors)}
+    return rope | ({"llama_4_scaling_beta": rotary.query_growth} if rotary.query_growth else {})

@@ -151,13 +151,13 @@ def _read_gemma4(f: Fields, config: ModelConfig) -> dict[str, Any]:
     return _with_experts_beside(f, {"layers": tuple(kinds), "embedding_scale": config.n_embd**0.5})
 
 
-def _with_experts_beside(f: Fields, found: dict[str, Any]) -> dict[str, Any]:
+def _with_experts_beside(f: Fields, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model, with experts beside all its MLPs if the config has them."""
     mixed = f.flag("enable_moe_block", False)
     count, chosen, width = ((f.required if mixed else f.get)(name) for name in _EXPERT_SIZES)
     if not mixed:
-        return found
-    return experts.with_experts(found, Experts(count, chosen, width, normalize=True, beside=True))
+        return fields
+    return experts.with_experts(fields, Experts(count, chosen, width, normalize=True, beside=True))
 
 
 def _write_gemma4(config: ModelConfig) -> dict[str, Any]:
