@@ -1,6 +1,6 @@
 """Measure several replicas of a model behind one port: cache hits, recovery, memory.
 
-    python benchmarks/replicas.py hits        prefix hits of 2 replicas, by routing, beside those of 1
+    python benchmarks/replicas.py hits        prefix hits of 2 replicas, beside those of 1
     python benchmarks/replicas.py recovery    seconds until the requests of a killed replica are answered by another
     python benchmarks/replicas.py memory      private memory of each replica
 
@@ -71,7 +71,7 @@ def metric(url: str, name: str) -> float:
 
 
 def hits() -> None:
-    """Print the share of prompt tokens that are found in the cache, by routing."""
+    """Print the share of prompt tokens that are found in the cache."""
     rng = random.Random(0)
     words = ["the", "king", "and", "queen", "of", "a", "far", "land", "came", "to", "speak", "with", "their", "people"]
     shared = [" ".join(rng.choices(words, k=60)) for _ in range(NUM_SHARED)]
@@ -79,15 +79,15 @@ def hits() -> None:
     bodies = [{"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in prompts]
     base = 0.0
     print(f"{NUM_REQUESTS} requests of {NUM_SHARED} shared prefixes, {CONCURRENCY} at a time")
-    for replicas, routing in ((1, "prefix"), (2, "prefix"), (2, "power-of-two"), (2, "least-loaded")):
-        options = [f"--replicas={replicas}", f"--routing={routing}", "--cores-per-replica=1"]
+    for replicas in (1, 2):
+        options = [f"--replicas={replicas}", "--cores-per-replica=1"]
         with server((*SERVE, "shakespeare"), options) as (url, _):
             asyncio.run(send(url, bodies, CONCURRENCY))
             share = metric(url, "nanoinfer:prefix_cache_hits_total") / metric(
                 url, "nanoinfer:prefix_cache_queries_total"
             )
         base = base or share
-        print(f"{replicas} replicas, {routing}: {share:.1%} of the prompt tokens, {share / base:.3f} of one replica's")
+        print(f"{replicas} replicas: {share:.1%} of the prompt tokens, {share / base:.3f} of one replica's")
 
 
 def replicas_of(pid: int) -> list[int]:
@@ -123,7 +123,7 @@ def recovery() -> None:
 def memory() -> None:
     """Print the private memory of each replica after requests."""
     body = {"prompt": "To be", "max_tokens": 64, "temperature": 0}
-    options = ["--replicas=2", "--quantization=int8", "--kv-cache-memory=64MiB", "--routing=least-loaded"]
+    options = ["--replicas=2", "--quantization=int8", "--kv-cache-memory=64MiB"]
     with server((*SERVE, "random:gpt2"), options) as (url, pid):
         body["prompt"] = [1, 2, 3]  # type: ignore[assignment]
         asyncio.run(send(url, [body] * 16, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,10 @@ from nanoinfer.cluster.local import plan_cores
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two NUMA nodes of four cores, of which this process has six."""
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cores, of which this process has six."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6}, raising=False)
     monkeypatch.setattr(local, "num_cpus", lambda: 6)
-    for node, cores in (("node0", "0-3"), ("node1", "4,5-7"), ("node2", "")):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(cores + "\n")
-    monkeypatch.setattr(local, "NODES", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,6 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"replicas": 2, "cores_per_replica": 2}, [[0, 1], [2, 4]]),
         ({"replicas": 4}, [[0], [1], [2], [4]]),
         ({"replicas": 7}, [[0], [1], [2], [4], [5], [6], [0]]),
-        ({"replicas": 0}, [[0, 1, 2], [4, 5, 6]]),
     ],
 )
 def test_cores_of_each_replica(options: dict[str, int], expected: list[list[int]]) -> None:
@@ -45,11 +39,6 @@ def test_cores_of_each_replica(options: dict[str, int], expected: list[list[int]
 def test_a_limit_of_cpu_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_cpus", lambda: 2)
     assert plan_cores(ClusterConfig(replicas=2)) == [[0], [1]]
-
-
-def test_a_machine_without_nodes_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local, "NODES", tmp_path / "nothing")
-    assert plan_cores(ClusterConfig(replicas=0)) == [[0, 1, 2, 4, 5, 6]]
 
 
 def test_more_cores_than_there_are() -> None:

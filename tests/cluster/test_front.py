@@ -19,7 +19,7 @@ from helpers.replicas import Setup, front
 from nanoinfer import NanoinferError
 from nanoinfer.cluster import metrics
 from nanoinfer.cluster.front import ATTEMPTS
-from nanoinfer.cluster.link import WINDOW_BYTES
+from nanoinfer.cluster.link import head_of
 from nanoinfer.server.access import combined_salt
 from nanoinfer.server.access_log import count_tokens
 from nanoinfer.server.http import respond, respond_json
@@ -66,11 +66,6 @@ class Streams:
         except asyncio.CancelledError:
             self.cancelled = True
             raise
-
-
-def lose(setup: Setup, number: int, group: int = 0) -> None:
-    """End the connection of a replica, as its death does."""
-    setup.groups[group].replicas[number].link.abort()
 
 
 def test_a_request_and_its_response_pass(tmp_path: Path) -> None:
@@ -129,22 +124,23 @@ def test_a_response_that_is_not_read_waits_in_the_replica(tmp_path: Path) -> Non
     async def main() -> None:
         async with front(tmp_path) as setup:
             remote = await setup.add(0, 0, streams := Streams())
-            part, num_parts = b"x" * (WINDOW_BYTES // 8), 40
+            num_parts = 100
             for _ in range(num_parts):
-                streams.parts.put_nowait(part)
+                streams.parts.put_nowait(b"x" * (1 << 16))
             streams.parts.put_nowait(b"")
-            answer = remote.ask({"method": "POST", "path": "/", "query_string": "", "headers": [], "client": None,
-                                 "state": {}}, b"{}")  # fmt: skip
-            await until(lambda: streams.num_sent == 8)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert streams.num_sent == 8  # and the ninth waits
-            body = bytearray()
-            while answer.num_tokens is None:
-                await answer.wait()
-                body += answer.take()
-            assert bytes(body) == num_parts * part + b"end"
-            answer.close()
+            head = head_of({"method": "POST", "path": "/", "headers": [], "state": {}})
+            async with remote.request(head, b"{}") as answer:
+                await answer.head()
+                before = -1
+                while streams.num_sent != before:  # until the buffers of the connection are full
+                    before = streams.num_sent
+                    await asyncio.sleep(0.05)
+                assert before < num_parts / 2
+                content, more = b"", True
+                while more:
+                    part, more = await answer.part()
+                    content += part
+            assert content == num_parts * b"x" * (1 << 16) + b"end"
 
     run(main())
 
@@ -157,9 +153,9 @@ def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None
         async with front(tmp_path) as setup:
             await setup.add(0, 0, waits)
             asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(lambda: setup.groups[0].num_in_flight == 1)
+            await until(setup.groups[0].is_used)
             await setup.add(0, 1, says("second"))
-            lose(setup, 0)
+            setup.lose(0)
             found = await asking
             assert (found.status, json.loads(found.content)["text"]) == (201, "second")
             text = (await call(setup.app, path="/metrics")).content.decode()
@@ -178,15 +174,13 @@ def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> No
         async with front(tmp_path) as setup:
             await setup.add(0, 0, waits)
             await setup.add(0, 1, waits)
-            first = setup.groups[0].replicas[0]
+            first: Any = setup.groups[0].replicas[0]
             asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(lambda: setup.groups[0].num_in_flight == 1)
-            lose(setup, 0 if first.num_in_flight else 1)
-            await until(lambda: len(setup.groups[0].replicas) == 1)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            lose(setup, 0)
-            await until(lambda: not setup.groups[0].replicas)
+            await until(setup.groups[0].is_used)
+            first, second = (0, 1) if first.num_in_flight else (1, 0)
+            setup.lose(first)
+            await until(setup.groups[0].is_used)
+            setup.lose(second)
             await setup.add(0, 2, says("third"))
             return await asking
 
@@ -196,10 +190,9 @@ def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> No
 def test_a_request_that_ends_several_replicas_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:
-            number = 0
 
             async def ends(scope: Scope, receive: Receive, send: Send) -> None:
-                lose(setup, 0)
+                setup.lose(min(setup.groups[0].host.running))
                 await asyncio.sleep(3600)
 
             for number in range(ATTEMPTS + 1):
@@ -222,7 +215,7 @@ def test_a_stream_whose_replica_ends_has_the_error_as_its_last_event(tmp_path: P
             await until(lambda: streams.num_sent == 1)
             for _ in range(10):
                 await asyncio.sleep(0)
-            lose(setup, 0)
+            setup.lose(0)
             found = await asking
             first, _, last = found.content.partition(b"data: one\n\n")
             assert (found.status, first) == (200, b"")
@@ -249,30 +242,11 @@ def test_a_request_waits_for_a_replica(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:
             asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(lambda: setup.groups[0].num_waiting == 1)
-            assert setup.groups[0].num_woken == 1
+            await until(setup.groups[0].is_used)
             await setup.add(0, 0, says("late"))
             assert json.loads((await asking).content)["text"] == "late"
 
     run(main())
-
-
-def test_a_request_is_sent_in_the_turn_in_which_a_replica_is_there(tmp_path: Path) -> None:
-    async def main() -> Response:
-        async with front(tmp_path) as setup:
-            remote, (group,) = await setup.add(0, 0, says("short")), setup.groups
-            group.leave(remote)
-            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(lambda: group.num_waiting == 1)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            group.join(remote)
-            asyncio.get_running_loop().call_soon(group.leave, remote)
-            found = await asking
-            remote.link.close()
-            return found
-
-    assert run(main()).status == 201
 
 
 @pytest.mark.parametrize(
@@ -340,17 +314,17 @@ def test_other_methods_than_get_are_the_replicas_to_refuse(tmp_path: Path, path:
     run(main())
 
 
-def _metrics(count: int, usage: float, model: str = "a", until: asyncio.Event | None = None) -> ASGIApp:
+def _metrics(count: int, usage: float, until: asyncio.Event | None = None) -> ASGIApp:
     text = f"""# HELP nanoinfer:http_responses_total Responses.
 # TYPE nanoinfer:http_responses_total counter
 # TYPE nanoinfer:generation_tokens_total counter
-nanoinfer:generation_tokens_total{{model_name="{model}"}} {count}
+nanoinfer:generation_tokens_total{{model_name="a"}} {count}
 # TYPE nanoinfer:kv_cache_usage_perc gauge
-nanoinfer:kv_cache_usage_perc{{model_name="{model}"}} {usage}
+nanoinfer:kv_cache_usage_perc{{model_name="a"}} {usage}
 # TYPE nanoinfer:ttft histogram
-nanoinfer:ttft_bucket{{model_name="{model}",le="+Inf"}} {count}
-nanoinfer:ttft_count{{model_name="{model}"}} {count}
-nanoinfer:ttft_sum{{model_name="{model}"}} 1.5
+nanoinfer:ttft_bucket{{model_name="a",le="+Inf"}} {count}
+nanoinfer:ttft_count{{model_name="a"}} {count}
+nanoinfer:ttft_sum{{model_name="a"}} 1.5
 """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -361,27 +335,22 @@ nanoinfer:ttft_sum{{model_name="{model}"}} 1.5
     return app
 
 
-def test_metrics_are_summed_and_by_replica(tmp_path: Path) -> None:
+def test_metrics_have_the_number_of_their_replica(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:
             await setup.add(0, 0, _metrics(5, 0.5))
             await setup.add(0, 1, _metrics(7, 0.25))
             lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
             for line in (
-                'nanoinfer:generation_tokens_total{model_name="a"} 12.0',
-                'nanoinfer:replica_generation_tokens_total{model_name="a",replica="0"} 5.0',
-                'nanoinfer:replica_generation_tokens_total{model_name="a",replica="1"} 7.0',
-                'nanoinfer:kv_cache_usage_perc{model_name="a"} 0.375',
-                'nanoinfer:ttft_bucket{le="+Inf",model_name="a"} 12.0',
-                'nanoinfer:ttft_sum{model_name="a"} 3.0',
+                'nanoinfer:generation_tokens_total{model_name="a",replica="0"} 5.0',
+                'nanoinfer:generation_tokens_total{model_name="a",replica="1"} 7.0',
+                'nanoinfer:kv_cache_usage_perc{model_name="a",replica="1"} 0.25',
+                'nanoinfer:ttft_bucket{le="+Inf",model_name="a",replica="0"} 5.0',
                 'nanoinfer:replicas{model_name="a"} 2.0',
             ):
                 assert line in lines, "\n".join(lines)
-            lose(setup, 0)
-            await until(lambda: len(setup.groups[0].replicas) == 1)
+            setup.lose(0)
             lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
-            assert 'nanoinfer:generation_tokens_total{model_name="a"} 12.0' in lines  # counters do not go back
-            assert 'nanoinfer:kv_cache_usage_perc{model_name="a"} 0.25' in lines
             assert not any('replica="0"' in line for line in lines)
             declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
             assert sorted(set(declared)) == sorted(declared)  # twice is an error of Go's parser
@@ -390,46 +359,31 @@ def test_metrics_are_summed_and_by_replica(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_mean_is_of_the_replicas_of_one_model(tmp_path: Path) -> None:
-    async def main() -> str:
-        async with front(tmp_path, ("a", "b")) as setup:
-            await setup.add(0, 0, _metrics(5, 0.5))
-            await setup.add(1, 0, _metrics(5, 0.25, "b"))
-            await setup.add(1, 1, _metrics(5, 0.75, "b"))
-            return (await call(setup.app, path="/metrics")).content.decode()
-
-    lines = run(main()).splitlines()
-    assert 'nanoinfer:kv_cache_usage_perc{model_name="a"} 0.5' in lines
-    assert 'nanoinfer:kv_cache_usage_perc{model_name="b"} 0.5' in lines
-
-
 def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had counted stays, once, until it answers again."""
-
     async def main() -> None:
         async with front(tmp_path) as setup:
             answers = asyncio.Event()
             await setup.add(0, 0, _metrics(5, 0.5))
             await setup.add(0, 1, _metrics(7, 0.25, until=answers))
-            counted = []
-            for seconds in (30.0, 0.01, 0.01, 30.0):
+            for seconds, replicas in ((0.01, "0"), (30.0, "01")):
                 monkeypatch.setattr(metrics, "REPLICA_SEC", seconds)
                 (answers.set if seconds > 1 else answers.clear)()
                 text = (await call(setup.app, path="/metrics")).content.decode()
-                counted.append([line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")])
-            assert counted == [['nanoinfer:generation_tokens_total{model_name="a"} 12.0']] * 4
-            answers.set()
+                lines = [line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")]
+                assert [line.split('replica="')[1][0] for line in lines] == list(replicas)
 
     run(main())
 
 
-def test_a_connection_that_does_not_say_who_it_is_ends(tmp_path: Path) -> None:
+def test_a_connection_that_sends_no_request_ends(tmp_path: Path) -> None:
     async def main() -> None:
         async with front(tmp_path) as setup:
-            reader, writer = await asyncio.open_unix_connection(setup.path)
-            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await setup.add(0, 0, says("a"))
+            reader, writer = await asyncio.open_unix_connection(f"{setup.groups[0].path}-0")
+            writer.write(b"GET ")
+            writer.write_eof()
             assert await reader.read() == b""
             writer.close()
-            assert not setup.groups[0].replicas
+            assert (await post(setup.app, {"prompt": "a"})).status == 201
 
     run(main())

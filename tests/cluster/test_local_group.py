@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,50 +19,50 @@ from nanoinfer import NanoinferError
 from nanoinfer.cluster import local, serve
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec, _Replicas
-from nanoinfer.cluster.local import LocalGroup
+from nanoinfer.cluster.local import Group
 from nanoinfer.config import LLMConfig
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.config import ServerConfig
 
 
-def replica(generation: int) -> Any:
-    async def get(path: str) -> bytes:
+class Replica:
+    num_in_flight = 0
+
+    async def get(self, path: str) -> bytes:
         return b'{"data": []}'
 
-    who = {"generation": generation, "names": ["m"], "replica": 0}
-    return SimpleNamespace(who=who, num_in_flight=0, link=SimpleNamespace(close=lambda: None), get=get)
 
+class StubHost:
+    """A host that has loaded its model when the test says so."""
 
-class Host:
-    """A host that has loaded its model when the test says so. Its replica connects at once."""
+    names = ("m",)
 
-    def __init__(self, spec: HostSpec) -> None:
-        self.generation = spec.generation
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_exited = asyncio.Event()
-        self.process = SimpleNamespace(wait=self.has_exited.wait, returncode=None)
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[None] = loop.create_future()
+        self.watching: asyncio.Future[None] = loop.create_future()
+        self.running: dict[int, Replica] = {}
         self.has_ended = False
 
-    async def end(self, replicas: Any = ()) -> None:
+    async def start(self) -> None:
+        await self.loaded
+        self.running[0] = Replica()
+
+    async def end(self) -> None:
         self.has_ended = True
 
 
-class Hosts(list[Host]):
+class Hosts(list[StubHost]):
     """Those that a group has started."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_unload: float = 0.0) -> None:
         super().__init__()
-        self.num_joining = 1
-        cluster = ClusterConfig(idle_unload=idle_unload)
-        self.group = LocalGroup(0, LLMConfig(model="m"), ServerConfig(), cluster, "")
-        monkeypatch.setattr(local._Host, "start", self._start)
+        self.group = Group(LLMConfig(model="m"), ServerConfig(), ClusterConfig(idle_unload=idle_unload), "")
+        monkeypatch.setattr(local, "Host", self._add)
 
-    async def _start(self, spec: HostSpec) -> Host:
-        self.append(host := Host(spec))
-        await host.loaded
-        for _ in range(self.num_joining):
-            self.group.join(replica(spec.generation))
-        return host
+    def _add(self, *_: Any) -> StubHost:
+        self.append(StubHost())
+        return self[-1]
 
     async def load(self, number: int, error: Exception | None = None) -> None:
         """Let a host load its model, or fail."""
@@ -72,16 +73,12 @@ class Hosts(list[Host]):
             self[number].loaded.set_exception(error)
 
 
-async def ready(group: LocalGroup) -> None:
-    await group._until_ready()
-
-
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 30))
 
 
 async def leaves_while_it_is_loaded(hosts: Hosts, number: int) -> None:
-    asking = asyncio.create_task(ready(hosts.group))
+    asking = asyncio.create_task(hosts.group.ready())
     await until(lambda: len(hosts) > number)
     asking.cancel()
     await asyncio.wait([asking])
@@ -93,7 +90,7 @@ def test_a_model_whose_client_left_while_it_was_loaded_comes_back(monkeypatch: p
         await leaves_while_it_is_loaded(hosts, 0)
         await hosts.load(0)
         await until(lambda: hosts[0].has_ended)  # it is idle
-        asking = asyncio.create_task(ready(hosts.group))
+        asking = asyncio.create_task(hosts.group.ready())
         await hosts.load(1)
         await asking
         await hosts.group.stop()
@@ -108,7 +105,7 @@ def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyP
         await leaves_while_it_is_loaded(hosts, 0)
         await hosts.load(0, NanoinferError("no such file"))
         await until(lambda: hosts.group._starting is None or hosts.group._starting.done())
-        asking = asyncio.create_task(ready(hosts.group))
+        asking = asyncio.create_task(hosts.group.ready())
         await hosts.load(1)
         await asking
         await hosts.group.stop()
@@ -129,7 +126,7 @@ def test_a_model_is_not_unloaded_while_it_is_reloaded(monkeypatch: pytest.Monkey
         await until(lambda: len(hosts) == 2)
         for _ in range(20):
             await asyncio.sleep(0.001)
-        await ready(group)
+        await group.ready()
         assert [host.has_ended for host in hosts] == [False, False]
         await hosts.load(1)
         await reloading
@@ -160,28 +157,6 @@ def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPat
     run(main())
 
 
-def test_a_replica_of_a_host_that_was_replaced_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        hosts = Hosts(monkeypatch)
-        group = hosts.group
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
-        reloading = asyncio.create_task(group.reload())
-        await until(lambda: len(hosts) == 2)
-        group.join(replica(1))  # the old host still answers
-        await hosts.load(1)
-        await reloading
-        assert [remote.who["generation"] for remote in group.replicas] == [2]
-        with pytest.raises(ValueError):
-            group.join(replica(1))
-        await group.stop()
-        with pytest.raises(ValueError):
-            group.join(replica(2))
-
-    run(main())
-
-
 def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch)
@@ -189,11 +164,11 @@ def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypat
         starting = asyncio.create_task(group.start())
         await hosts.load(0)
         await starting
-        group.leave(group.replicas[0])
-        asking = asyncio.create_task(ready(group))
+        hosts[0].running.clear()
+        asking = asyncio.create_task(group.ready())
         for _ in range(10):
             await asyncio.sleep(0)
-        hosts[0].has_exited.set()
+        hosts[0].watching.set_result(None)
         await hosts.load(1, NanoinferError("no such file"))
         with pytest.raises(FieldError, match="no such file"):
             await asking
@@ -202,45 +177,39 @@ def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypat
     run(main())
 
 
-def test_a_host_that_ends_before_its_replicas_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_a_replica_is_answered_by_a_host_of_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch)
-        hosts.num_joining = 0
-        starting = asyncio.create_task(hosts.group.start())
+        group = hosts.group
+        starting = asyncio.create_task(group.start())
         await hosts.load(0)
-        hosts[0].process.returncode = -9
-        with pytest.raises(NanoinferError, match=r"m: its process has ended \(code -9\) before its replicas"):
-            await starting
-        hosts.num_joining = 1
-        asking = asyncio.create_task(ready(hosts.group))
+        await starting
+        reloading = asyncio.create_task(group.reload())
+        await until(lambda: len(hosts) == 2)
+        hosts[0].running.clear()
+        asking = asyncio.create_task(group.ready())
         await hosts.load(1)
-        await asking
-        await hosts.group.stop()
+        await reloading
+        assert await asking == list(hosts[1].running.values())
+        await group.stop()
 
     run(main())
 
 
-def test_a_request_waits_while_hosts_are_killed_that_load_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "m: the process that loads it has ended"),
+        ('{"error": "no such file"}\n', "m: no such file"),
+        ('{"names": ["m"], "limits": [8, 100]}\n', "m: its process has ended before its replicas were ready"),
+    ],
+)
+def test_a_host_that_does_not_load_its_model(monkeypatch: pytest.MonkeyPatch, lines: str, message: str) -> None:
     async def main() -> None:
-        monkeypatch.setattr(local, "_RESTART_SEC", 0.0)
-        hosts = Hosts(monkeypatch, idle_unload=0.01)
-        group, killed = hosts.group, local._HostEnded("m: the process that loads it has ended")
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
-        await until(lambda: hosts[0].has_ended)
-        for last in (None, killed):
-            asking, first = asyncio.create_task(ready(group)), len(hosts)
-            await hosts.load(first, killed)
-            await hosts.load(first + 1, killed)
-            await hosts.load(first + 2, last)
-            if last is None:
-                await asking
-                await until(lambda: hosts[-1].has_ended)
-            else:
-                with pytest.raises(FieldError, match="the process that loads it has ended"):
-                    await asking
-        await group.stop()
+        monkeypatch.setattr(local, "HOST_COMMAND", ("printf", lines))
+        group = Group(LLMConfig(model="m"), ServerConfig(), ClusterConfig(), "")
+        with pytest.raises(NanoinferError, match=message):
+            await group.start()
 
     run(main())
 
@@ -251,18 +220,18 @@ def test_a_host_that_cannot_be_started_is_an_error_that_names_the_model(monkeypa
 
     async def main() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
-        group = LocalGroup(0, LLMConfig(model="m"), ServerConfig(), ClusterConfig(), "")
+        group = Group(LLMConfig(model="m"), ServerConfig(), ClusterConfig(), "")
         with pytest.raises(NanoinferError, match="m: no process can be started that loads it: Resource temporarily"):
             await group.start()
 
     run(main())
 
 
-def test_a_replica_that_cannot_be_forked_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_cannot_be_forked_is_started_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    spec = HostSpec(LLMConfig(model="m"), ServerConfig(), "", 0, 1, [[]])
+    spec = HostSpec(LLMConfig(model="m"), ServerConfig(), f"{tmp_path}/", [[]])
     replicas = _Replicas(SimpleNamespace(model_name="m"), spec)  # type: ignore[arg-type]
     monkeypatch.setattr(os, "fork", refuse)
     for delay in (1.0, 2.0, 4.0):

@@ -90,11 +90,3 @@ def test_prompts_are_spread_and_each_stays() -> None:
     first = {i: replicas.index(choose(replicas, [i, -i])) for i in range(1, 41)}
     assert Counter(first.values()) == dict.fromkeys(range(4), 10)
     assert {i: replicas.index(choose(replicas, [i, -i, 99])) for i in first} == first
-
-
-def test_other_policies() -> None:
-    replicas = [Replica(2), Replica(0)]
-    choose(replicas, [1])
-    for policy in ("power-of-two", "least-loaded"):
-        assert choose(replicas, [1], policy) is replicas[1]
-    assert choose([replicas[0]], [1], "power-of-two") is replicas[0]

@@ -47,7 +47,7 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "serve": {
         "Chats": "chat_templates generic_tools",
-        "Replicas": "replicas cores_per_replica idle_unload ray max_replicas target_requests routing",
+        "Replicas": "replicas cores_per_replica idle_unload ray max_replicas target_requests",
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
         "Limits of a request": "max_body_bytes max_header_bytes max_sequences max_logprobs max_logprob_entries max_stop"
         " max_bad_words max_stop_chars max_token_entries",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.cluster.routing import POLICIES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import keep_float, keep_int, require_choice
+from nanoinfer.utils.checks import keep_float, keep_int
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class ClusterConfig:
     """
 
     replicas: int = 1
-    """Number of replicas of each model: processes that share its weights; 0: one for each NUMA node."""
+    """Number of replicas of each model: processes that share its weights."""
     cores_per_replica: int | None = None
     """Cores of each replica, to which it is pinned (default: an equal share); with ray, its CPUs (default: 1)."""
     idle_unload: float = 0.0
@@ -29,28 +28,19 @@ class ClusterConfig:
     """With ray: maximum number of replicas; Ray adds and removes replicas by the number of requests."""
     target_requests: float = 32.0
     """With max_replicas: requests per replica above which Ray adds replicas."""
-    routing: str = "prefix"
-    """Which replica a request goes to: prefix, power-of-two or least-loaded; with ray, Ray Serve chooses."""
 
     def __post_init__(self) -> None:
-        keep_int(self, "replicas", 0, 1024)
+        keep_int(self, "replicas", 1, 1024)
         keep_int(self, "cores_per_replica", 1, optional=True)
         keep_float(self, "idle_unload", 0.0, 1e9)
         keep_int(self, "max_replicas", 1, optional=True)
         keep_float(self, "target_requests", 0.0, 1e9, low_open=True)
-        if self.replicas == 0 and self.cores_per_replica is not None:
-            raise NanoinferError(
-                f"cores_per_replica={self.cores_per_replica} needs a number of replicas: give --replicas"
-            )
         if self.max_replicas is not None and self.ray is None:
             raise NanoinferError(f"max_replicas={self.max_replicas} needs ray: give --ray ADDRESS, too")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise NanoinferError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}: raise it")
-        if self.ray is not None and (self.replicas == 0 or self.idle_unload):
-            raise NanoinferError("replicas=0 and idle_unload are not supported with ray: leave them out")
-        require_choice("routing", self.routing, POLICIES)
-        if self.ray is not None and self.routing != "prefix":
-            raise NanoinferError(f"routing={self.routing} is not supported with ray: Ray Serve chooses the replica")
+        if self.ray is not None and self.idle_unload:
+            raise NanoinferError("idle_unload is not supported with ray: leave it out")
 
     @property
     def needs_front(self) -> bool:

@@ -17,11 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from nanoinfer.cluster.link import Answer, ReplicaLost, head_of
 from nanoinfer.cluster.local import Group, unavailable
 from nanoinfer.cluster.metrics import FrontMetrics
-from nanoinfer.cluster.routing import prefix_blocks
+from nanoinfer.cluster.routing import choose, prefix_blocks
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.access_log import count_tokens
-from nanoinfer.server.http import Bodies, respond, respond_json
+from nanoinfer.server.http import Bodies, SentResponse, respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.utils.checks import show
 
@@ -56,27 +56,26 @@ class Front:
         if path == "/metrics":
             return await respond(send, await self.metrics.exposition(), content_type=METRICS_TYPE)
         if path == _MODELS:
-            return await self._models(scope, send)
+            return await self._models(send)
         body: bytes = (await receive())["body"]
         document, blocks = await self._document(body, scope["state"].get("cache_salt"))
-        group = self._group(scope, document)
+        group, response = self._group(scope, document), SentResponse(send)
         for attempt in range(ATTEMPTS):
-            answer = await group.ask(head_of(scope), body, blocks)
+            if attempt:
+                await asyncio.sleep(RETRY_SEC * 10 ** (attempt - 1))
+            remote = choose(await group.ready(), blocks)
             try:
-                return await _pass_on(answer, scope, send)
+                async with remote.request(head_of(scope), body) as answer:
+                    return await _pass_on(answer, scope, response)
             except ReplicaLost:
                 request_id = scope["state"].get("request_id", "-")
-                log.warning("request %s: replica %s of %s has ended", request_id, answer.remote.name, group.model)
-                if answer.status:
+                log.warning("request %s: replica %s of %s has ended", request_id, remote.name, group.model)
+                if response.status:
                     raise ResultError(
                         "the replica that ran this request has ended: send the request again; with a seed it gives the"
                         " same text"
                     ) from None
                 self.metrics.retried(group)
-                if attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(RETRY_SEC * 10**attempt)
-            finally:
-                answer.close()
         raise unavailable(f"{ATTEMPTS} replicas have ended while they ran this request: try again later")
 
     def _group(self, scope: Scope, document: Mapping[str, Any]) -> Group:
@@ -102,7 +101,7 @@ class Front:
             return {"body": body}
 
         try:
-            return await self._bodies.read(receive, lambda found: (found, prefix_blocks(found, salt)))
+            return await self._bodies.read(receive, lambda document: (document, prefix_blocks(document, salt)))
         except NanoinferError:
             return {}, ()
 
@@ -112,24 +111,19 @@ class Front:
             raise unavailable(f"no replica of {', '.join(missing)} runs")
         await respond(send, b"")
 
-    async def _models(self, scope: Scope, send: Send) -> None:
+    async def _models(self, send: Send) -> None:
         """List the names of all models, those that are unloaded included."""
-        found = [entry for group in self._groups for entry in group.described]
-        await respond_json(send, {"object": "list", "data": found})
+        entries = [entry for group in self._groups for entry in group.described]
+        await respond_json(send, {"object": "list", "data": entries})
 
 
 async def _pass_on(answer: Answer, scope: Scope, send: Send) -> None:
     """Send what the replica answers. Raises ReplicaLost."""
-    await answer.wait()
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    while True:
-        part, more = answer.take(), answer.num_tokens is None
-        if part or not more:
-            await send({"type": "http.response.body", "body": part, "more_body": more})
-        if not more:
-            break
-        await answer.wait()
-    assert answer.num_tokens is not None
+    status, headers = await answer.head()
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    more = True
+    while more:
+        part, more = await answer.part()
+        await send({"type": "http.response.body", "body": part, "more_body": more})
     if any(answer.num_tokens):
         count_tokens(scope, *answer.num_tokens)

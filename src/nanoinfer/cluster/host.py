@@ -3,8 +3,9 @@
     python -m nanoinfer.cluster.host     a pickled HostSpec on standard input, which then stays open
 
 A forked replica shares the memory of this process: weights, tokenizer and code are in memory once, and a replica adds
-its KV cache and the pages that it modifies. A replica that has ended is replaced in milliseconds. The end of standard
-input ends this process and the replicas. The first line on standard output says whether the model is loaded.
+its KV cache and the pages that it modifies. This process opens the sockets on which the replicas listen: a request that
+comes while a replica is replaced waits in the socket. Standard output has a line of JSON when the model is loaded, and
+one, [number, runs], whenever a replica begins or ends. The end of standard input ends this process and the replicas.
 
 Only engine native survives a fork. A model of another engine runs in this process: one replica, and loaded again if it
 ends.
@@ -20,6 +21,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.cluster.link import Replica
+from nanoinfer.cluster.link import serve
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.llm import LLM
@@ -35,6 +37,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.server.access_log import configure_logging
 from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.service import names_of
 from nanoinfer.utils.files import reason
 from nanoinfer.utils.processes import end_with_parent
 
@@ -43,7 +46,7 @@ log = logging.getLogger("nanoinfer.server")
 SHORT_LIFE_SEC = 5.0
 """A replica that ends earlier is replaced after a delay, which doubles each time: it may fail at once again."""
 MAX_DELAY_SEC = 30.0
-_END_SEC = 5.0
+_POLL_SEC = 0.02
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,8 @@ class HostSpec:
 
     config: LLMConfig
     server: ServerConfig
-    address: str
-    """Path of the front's socket."""
-    model: int
-    """Number of the model among those of the front."""
-    generation: int
-    """How often the model was loaded: the replicas of different hosts differ in it."""
+    path: str
+    """Beginning of the paths of the replicas' sockets, to which the number of the replica is added."""
     cores: Sequence[Sequence[int]]
     """Cores of each replica; empty: all."""
 
@@ -82,27 +81,20 @@ def main() -> None:
         return _report({"error": str(e)})
     except MemoryError:
         return _report({"error": "out of memory"})
-    _report({"loaded": llm.model_name})
+    limits = llm.core.engine.limits
+    names = spec.server.served_model_name or names_of(llm.model_name)
+    _report({"names": names, "limits": [limits.max_num_seqs, limits.max_num_cached_tokens]})
+    replicas = _Replicas(llm, spec)
     if forks:
-        _Replicas(llm, spec).run()
+        replicas.run()
     else:
-        _run(llm, spec, 0)
+        _report([0, True])
+        asyncio.run(replicas.answer(0))
 
 
-def _report(line: dict[str, Any]) -> None:
+def _report(line: Any) -> None:
     with suppress(BrokenPipeError):  # the front has ended, and standard input, too
         print(json.dumps(line), flush=True)
-
-
-def _run(llm: LLM, spec: HostSpec, number: int) -> None:
-    """Answer requests in this process until the front ends the connection."""
-    app, service = build_routes(AsyncLLM.from_llm(llm), spec.server)
-    limits = llm.core.engine.limits
-    who = {
-        "model": spec.model, "generation": spec.generation, "replica": number, "names": service.names,
-        "max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_cached_tokens,
-    }  # fmt: skip
-    asyncio.run(Replica(app, who).run(spec.address))
 
 
 class _Replicas:
@@ -110,30 +102,30 @@ class _Replicas:
 
     def __init__(self, llm: LLM, spec: HostSpec) -> None:
         self._llm, self._spec = llm, spec
+        self._listeners = [socket.socket(socket.AF_UNIX) for _ in spec.cores]
+        for number, listener in enumerate(self._listeners):
+            listener.bind(f"{spec.path}{number}")
+            listener.listen(1024)
         self._running: dict[int, tuple[int, float]] = {}  # pid -> number of the replica, and when it began
         self._due = dict.fromkeys(range(len(spec.cores)), 0.0)  # number -> when it is to be started
         self._delays = dict.fromkeys(self._due, 0.0)
 
+    async def answer(self, number: int) -> None:
+        """Be a replica: answer requests until standard input ends."""
+        app, _ = build_routes(AsyncLLM.from_llm(self._llm), self._spec.server)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(sys.stdin, ended.set)
+        async with await serve(app, self._listeners[number]):
+            await ended.wait()
+
     def run(self) -> None:
-        """Run them until standard input ends."""
-        self._wake = os.pipe()
-        for end in self._wake:
-            os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(self._wake[1])
+        """Run the replicas until standard input ends; they end with this process."""
         gc.collect()
         gc.freeze()  # else the first collection of each replica would write to, and so copy, all objects
-        while True:
+        while not select.select([sys.stdin], [], [], _POLL_SEC)[0]:
+            self._reap()
             for number in [n for n, due in self._due.items() if due <= time.monotonic()]:
                 self._start(number)
-            wait = min(self._due.values(), default=time.monotonic() + 3600.0) - time.monotonic()
-            ready, _, _ = select.select([sys.stdin, self._wake[0]], [], [], max(0.0, wait))
-            if sys.stdin in ready:
-                break
-            if ready:
-                os.read(self._wake[0], 1 << 10)
-            self._reap()
-        self._end()
 
     def _start(self, number: int) -> None:
         host = os.getpid()
@@ -146,7 +138,10 @@ class _Replicas:
             code = 1
             try:
                 end_with_parent(host)
-                self._become_replica(number)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the host alone writes to the front
+                if (cores := self._spec.cores[number]) and hasattr(os, "sched_setaffinity"):
+                    os.sched_setaffinity(0, cores)
+                asyncio.run(self.answer(number))
                 code = 0
             except BaseException as e:
                 log.error(
@@ -156,18 +151,7 @@ class _Replicas:
                 os._exit(code)
         del self._due[number]
         self._running[pid] = number, time.monotonic()
-
-    def _become_replica(self, number: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)  # the host alone holds the pipes from and to the front
-        os.dup2(null, 1)
-        for end in (*self._wake, null):
-            os.close(end)
-        if (cores := self._spec.cores[number]) and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores)
-        _run(self._llm, self._spec, number)
+        _report([number, True])
 
     def _reap(self) -> None:
         """Forget replicas that have ended, and plan their successors."""
@@ -176,6 +160,7 @@ class _Replicas:
             if pid == 0:
                 break
             number, began = self._running.pop(pid)
+            _report([number, False])
             how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"code {os.WEXITSTATUS(status)}"
             self._plan(number, f"has ended ({how})", short=time.monotonic() - began < SHORT_LIFE_SEC)
 
@@ -185,19 +170,6 @@ class _Replicas:
         self._due[number] = time.monotonic() + self._delays[number]
         again = f"in {self._delays[number]:g} s" if short else "at once"
         log.warning("replica %d of %s %s: it is started again %s", number, self._llm.model_name, what, again)
-
-    def _end(self) -> None:
-        """Wait for the replicas, whose connections the front has ended; end those that do not end."""
-        until = time.monotonic() + _END_SEC
-        while self._running and time.monotonic() < until:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                del self._running[pid]
-            else:
-                time.sleep(0.01)
-        for pid in self._running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

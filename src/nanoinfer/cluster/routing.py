@@ -9,7 +9,6 @@ cache-aware router and of Ray Serve's PrefixCacheAffinityRouter, with hashes in 
 from __future__ import annotations
 
 import json
-import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,7 +18,6 @@ MAX_BLOCKS = 512  # of a prompt: 32,768 characters tell the prompts of a server 
 TOKENS_PER_BLOCK = 16
 _BEFORE = ("cache_salt", "tools", "instructions", "system")
 _PROMPTS = ("messages", "prompt", "input", "query")
-POLICIES = ("prefix", "power-of-two", "least-loaded")
 
 
 class PrefixTable:
@@ -57,10 +55,7 @@ class Routed(Protocol):
 
     prefixes: PrefixTable
     max_num_seqs: int
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests that it answers."""
+    num_in_flight: int
 
 
 R = TypeVar("R", bound=Routed)
@@ -79,33 +74,27 @@ def prefix_blocks(document: Mapping[str, Any], salt: str | None) -> list[int]:
     if not isinstance(prompt, str):
         prompt = json.dumps(prompt, ensure_ascii=False)
     before = [document.get(name) for name in _BEFORE]
-    found, last = [], hash((salt, json.dumps(before) if any(before) else "", repr(document.get("model"))))
+    blocks, last = [], hash((salt, json.dumps(before) if any(before) else "", repr(document.get("model"))))
     for at in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_CHARS), BLOCK_CHARS):
         last = hash((last, prompt[at : at + BLOCK_CHARS]))
-        found.append(last)
-    return found
+        blocks.append(last)
+    return blocks
 
 
-def choose(replicas: Sequence[R], blocks: Sequence[int], policy: str = "prefix") -> R:
+def choose(replicas: Sequence[R], blocks: Sequence[int]) -> R:
     """Return the replica for a request, and remember the request's blocks for it.
 
-    prefix: the replica with the longest match, unless it answers more requests than the least loaded one by a quarter
-    of the sequences that it can run; then, and without a match, the least loaded one.
+    It is the replica with the longest match, unless that one answers more requests than the least loaded one by a
+    quarter of the sequences that it can run; then, and without a match, it is the least loaded one.
 
     Args:
         replicas: one or more.
         blocks: from `prefix_blocks`.
-        policy: one of POLICIES. power-of-two: the less loaded one of two random ones.
     """
-    if policy == "power-of-two":
-        chosen = min(random.sample(replicas, min(2, len(replicas))), key=lambda r: r.num_in_flight)
-    else:
-        chosen = min(replicas, key=lambda r: (r.num_in_flight, len(r.prefixes)))
-        if policy == "prefix":
-            matched = [r.prefixes.num_matched(blocks) for r in replicas]
-            most = max(matched)
-            best = min((r for r, m in zip(replicas, matched, strict=True) if m == most), key=lambda r: r.num_in_flight)
-            if most and best.num_in_flight <= chosen.num_in_flight + max(1, best.max_num_seqs // 4):
-                chosen = best
+    chosen = min(replicas, key=lambda r: (r.num_in_flight, len(r.prefixes)))
+    best = max(replicas, key=lambda r: (r.prefixes.num_matched(blocks), -r.num_in_flight))
+    is_overloaded = best.num_in_flight > chosen.num_in_flight + max(1, best.max_num_seqs // 4)
+    if best.prefixes.num_matched(blocks) and not is_overloaded:
+        chosen = best
     chosen.prefixes.add(blocks)
     return chosen

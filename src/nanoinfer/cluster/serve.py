@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.front import Front
-from nanoinfer.cluster.link import Remotes
-from nanoinfer.cluster.local import LocalGroup, plan_cores
+from nanoinfer.cluster.local import Group, plan_cores
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, one_line, printable
 from nanoinfer.server.access_log import AccessLog, configure_logging
@@ -66,31 +65,23 @@ def serve(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
 
             configure_logging(server.log_level)  # now: `connected` redirects what Ray writes to standard error
             return ray_serve.run(configs, server, cluster, bound)
-    # A folder that only this user can open has the socket on which the front listens for replicas.
+    # A folder that only this user can open has the sockets on which the replicas listen.
     with bound, tempfile.TemporaryDirectory(prefix="nanoinfer-") as folder, log_files(server) as access_log:
-        address = os.path.join(folder, "front")
         of_replicas = replace(server, api_key=())  # the front checks the keys
-        groups = [LocalGroup(i, c, of_replicas, cluster, address) for i, c in enumerate(configs)]
-        asyncio.run(_serve(groups, server, bound, address, access_log))
+        groups = [Group(c, of_replicas, cluster, os.path.join(folder, str(i))) for i, c in enumerate(configs)]
+        asyncio.run(_serve(groups, server, bound, access_log))
 
 
 async def _serve(
-    groups: Sequence[LocalGroup],
-    server: ServerConfig,
-    bound: socket.socket,
-    address: str,
-    access_log: AccessLog | None,
+    groups: Sequence[Group], server: ServerConfig, bound: socket.socket, access_log: AccessLog | None
 ) -> None:
-    config = with_max_connections(server)
-    loop, remotes = asyncio.get_running_loop(), Remotes(groups)
-    requested = asyncio.Event()
+    config, requested = with_max_connections(server), asyncio.Event()
     reloading = asyncio.create_task(reload(groups, requested))
-    listener = await asyncio.start_unix_server(remotes.connection, address)
     try:
         for group in groups:  # one after the other: loading takes all cores and much memory
             await group.start()
         _check_names(groups)
-        loop.add_signal_handler(signal.SIGHUP, requested.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)
         front = Front(groups)
         app = guarded(BoundRequests(front, config), config, front.metrics.responded, access_log)
         names = ", ".join(printable(group.names[0]) for group in groups)
@@ -99,11 +90,10 @@ async def _serve(
         await listen(app, config, bound, about)
     finally:
         reloading.cancel()
-        listener.close()
         await asyncio.gather(*(group.stop() for group in groups))
 
 
-async def reload(groups: Sequence[LocalGroup], requested: asyncio.Event) -> None:
+async def reload(groups: Sequence[Group], requested: asyncio.Event) -> None:
     """Load all models again whenever it is requested (SIGHUP); requests during a reload are one more reload."""
     while await requested.wait():
         requested.clear()
@@ -115,8 +105,8 @@ async def reload(groups: Sequence[LocalGroup], requested: asyncio.Event) -> None
                 log.error("%s: the replicas that run are kept", one_line(e), exc_info=not isinstance(e, NanoinferError))
 
 
-def _check_names(groups: Sequence[LocalGroup]) -> None:
-    seen: dict[str, LocalGroup] = {}
+def _check_names(groups: Sequence[Group]) -> None:
+    seen: dict[str, Group] = {}
     for group in groups:
         for name in group.names:
             if (other := seen.setdefault(name, group)) is not group:
