@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
+def server(folder: Path, nodes: Any) -> Iterator[ServerProcess]:
     (folder.parent / "chat.jinja").write_text(TEMPLATE)
     template = f"shakespeare={folder.parent / 'chat.jinja'}"
-    with serving(folder, "shakespeare", "--chat-template", template, "--ray", "local") as found:
-        yield found
+    with serving(folder, "shakespeare", "--chat-template", template, "--ray", nodes.address) as server:
+        yield server
 
 
 def expected(model: str, prompt: str) -> str:
@@ -99,11 +99,10 @@ def test_the_options_of_the_deployment() -> None:
     [
         (["shakespeare", "--max-replicas", "2"], "max_replicas=2 needs ray"),
         (["shakespeare", "--ray", "local", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2 is less than"),
-        (["shakespeare", "--ray", "local", "--routing", "least-loaded"], "routing=least-loaded is not supported"),
         (["shakespeare", "--ray", "local", "--access-log", "-"], "access_log is not supported with ray"),
         (["shakespeare", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1 does not answer"),
         pytest.param(
-            ["nothing/there.gguf", "--ray", "local"], "nothing/there.gguf: node 127.0.0.1 (", marks=pytest.mark.slow
+            ["nothing/there.gguf", "--ray", "local"], "nothing/there.gguf: node 127.0.0.1 (", marks=pytest.mark.nightly
         ),
         pytest.param(
             ["shakespeare", "--ray", "local", "--replicas", "99"], "99 replicas of 1 CPUs do not fit into the cluster",

@@ -58,21 +58,15 @@ def test_bytes_that_are_no_text_are_the_error_of_their_line() -> None:
     ("name", "column"),
     [
         ("prompt", pa.array([Decimal("1.5")])),
-        ("prompt", pa.array([datetime(2026, 1, 1)])),
-        ("id", pa.array([b"0123456789abcdef"], pa.binary(16))),
-        ("logit_bias", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
         ("stop", pa.array([[Decimal(1)]])),
         ("chat_template_kwargs", pa.array([{"date": datetime(2026, 1, 1)}])),
-        ("chat_template_kwargs", pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])),
     ],
     ids=lambda value: str(value.type) if isinstance(value, pa.Array) else value,
 )
 def test_a_column_that_a_line_cannot_contain_is_refused(name: str, column: Any) -> None:
     """Another column may have any type."""
     table = pa.table({name: column, "prompt" if name != "prompt" else "title": ["a"]})
-    refuses(
-        lambda: to_lines(table, None), f"the column {name!r} is {column.type}, which a line cannot contain: cast it"
-    )
+    refuses(lambda: to_lines(table, None), "a line cannot contain all values of ", name, "is not JSON serializable")
     assert fields(table.rename_columns(["other", *table.column_names[1:]]))
 
 

@@ -53,7 +53,8 @@ class Setup:
             task = asyncio.current_task()
             assert task is not None
             tasks.add(task)
-            await limited(scope, receive, send)
+            if remote in self._running:  # else it is lost
+                await limited(scope, receive, send)
 
         model = self.groups[group]
         path = f"{model.path}-{number}"

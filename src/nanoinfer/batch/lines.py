@@ -7,8 +7,9 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +29,7 @@ class Place:
     """Where a line is."""
 
     number: int
-    """Its number from 1, counted over all files."""
+    """Its number from 1, counted over all files, also those of other readers (`LineReader.num_before`)."""
     file: str
     line: int
     """Its number in its file, from 1."""
@@ -46,8 +47,6 @@ class Line:
     content: bytes | None
     """Without the newline; None: longer than MAX_LINE_BYTES."""
     num_bytes: int
-    offset: int = 0
-    """Bytes of its file before it, from where the reading began."""
 
 
 class LineReader(Iterator[Line]):
@@ -55,56 +54,55 @@ class LineReader(Iterator[Line]):
 
     Args:
         names: the files; "-" is standard input.
-        open_file: opens a file instead of `open`: one that is elsewhere, or of which a part is read.
-        first_line: number of the first line that is read of each file.
 
     Raises:
         NanoinferError: a file is missing, not readable or a folder, or "-" is given twice; while reading: a read fails.
     """
 
-    def __init__(
-        self, names: Sequence[str], open_file: Callable[[str], BinaryIO] | None = None, first_line: int = 1
-    ) -> None:
-        self._names, self._open_file, self._first_line = list(names), open_file, first_line
-        regular = [_check(name) for name in self._names] if open_file is None else [False]
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        regular = [_check(name) for name in self.names]
         self.is_regular = all(regular)
         """Whether all files are regular files, which can be read again."""
-        if self._names.count(STANDARD) > 1:
+        self.num_before = 0
+        """Lines of the files that other readers have read before: numbers of lines continue theirs."""
+        if self.names.count(STANDARD) > 1:
             raise NanoinferError("the input - (standard input) is given twice: give it once")
         self._hash = hashlib.sha256()
         self._next_file = 0
         self._file: BinaryIO | None = None
         self._chunk, self._at = b"", 0
-        self._end = self._number = self._line = self._offset = 0
+        self._end = self._number = self._line = 0
         self._peeked: Line | None = None
         self._total_lines: int | None = None
 
     def __next__(self) -> Line:
-        if self._peeked is not None:
-            line, self._peeked = self._peeked, None
-            return line
+        line = self._peeked or self._next()
+        self._peeked = None
+        return replace(line, place=replace(line.place, number=self.num_before + line.place.number))
+
+    def _next(self) -> Line:
         while True:
             if self._file is None:
-                if self._next_file == len(self._names):
+                if self._next_file == len(self.names):
                     raise StopIteration
-                self._open(self._names[self._next_file])
+                self._open(self.names[self._next_file])
             size, content = self._read_line()
             if size == 0:
                 self.close()
                 continue
             self._end, self._number, self._line = self._end + size, self._number + 1, self._line + 1
-            self._offset += size
             if content is not None and self._line == 1:
                 content = content.removeprefix(_BOM)
             if content is None or content.strip():
-                name = self._names[self._next_file - 1]
+                name = self.names[self._next_file - 1]
                 place = Place(self._number, name, self._line, self._end, self._hash.hexdigest())
-                return Line(place, content, size, self._offset - size)
+                return Line(place, content, size)
 
     @property
     def num_files(self) -> int:
         """Number of files."""
-        return len(self._names)
+        return len(self.names)
 
     @property
     def num_lines(self) -> int:
@@ -115,13 +113,14 @@ class LineReader(Iterator[Line]):
     def total_lines(self) -> int | None:
         """Number of lines that are not blank; the files are read for it once. None: one is not a regular file."""
         if self.is_regular and self._total_lines is None:
-            self._total_lines = sum(1 for _ in LineReader(self._names))
+            self._total_lines = sum(1 for _ in LineReader(self.names))
         return self._total_lines
 
     def at_end(self) -> bool:
         """Return whether no line is left. Waits for the next one."""
         if self._peeked is None:
-            self._peeked = next(self, None)
+            with suppress(StopIteration):
+                self._peeked = self._next()
         return self._peeked is None
 
     def ready(self) -> bool:
@@ -137,20 +136,17 @@ class LineReader(Iterator[Line]):
 
     def close(self) -> None:
         """Close the current file; the next line is that of the next file."""
-        if self._file is not None and self._names[self._next_file - 1] != STANDARD:
+        if self._file is not None and self.names[self._next_file - 1] != STANDARD:
             self._file.close()
         self._file = None
 
     def _open(self, name: str) -> None:
         try:
-            if self._open_file is not None:
-                self._file = self._open_file(name)
-            else:
-                self._file = sys.stdin.buffer if name == STANDARD else open(name, "rb")  # noqa: SIM115
+            self._file = sys.stdin.buffer if name == STANDARD else open(name, "rb")  # noqa: SIM115
         except OSError as e:
             raise _unreadable(name, e) from None
         self._next_file += 1
-        self._chunk, self._at, self._line, self._offset = b"", 0, self._first_line - 1, 0
+        self._chunk, self._at, self._line = b"", 0, 0
 
     def _read_line(self) -> tuple[int, bytes | None]:
         """Return the bytes of the next line and its content without the newline; 0 at the end of the file."""
@@ -162,7 +158,7 @@ class LineReader(Iterator[Line]):
                 try:
                     self._chunk, self._at = self._file.read1(_CHUNK_BYTES), 0  # type: ignore[attr-defined]
                 except OSError as e:
-                    raise _unreadable(self._names[self._next_file - 1], e) from None
+                    raise _unreadable(self.names[self._next_file - 1], e) from None
                 if not self._chunk:
                     break
             end = self._chunk.find(b"\n", self._at) + 1 or len(self._chunk)

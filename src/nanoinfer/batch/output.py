@@ -1,4 +1,4 @@
-"""Where records are written: a file that a later run continues, or a stream (standard output, a pipe, a device).
+"""Where records are written: a file that a later run continues, or standard output.
 
 Beside the file OUT is OUT.state, which is replaced atomically now and then, after the file was synchronized to the
 disk. It has the settings of the job and a checkpoint: how much of the input and of the output belong to the records
@@ -10,8 +10,7 @@ written so far, with the hash of both. After a kill at any moment, the next run
     4. continues with the next line
 
 So a kill loses the records of the last moments, and they are generated again. Two runs of a job at the same time are
-refused by a lock on the file. At each checkpoint and at the end, the file that is written must be the one at OUT, and
-as long as what was written; when every line has its record, its content is compared, too.
+refused by a lock on the file.
 """
 
 from __future__ import annotations
@@ -19,21 +18,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import stat
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.batch.lines import STANDARD, LineReader, Place
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import escaped, read_json, read_object, reason, write_atomically
-
-log = logging.getLogger("nanoinfer")
+from nanoinfer.utils.files import escaped, read_object, reason, require_writable, write_atomically
 
 FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20
@@ -43,10 +40,6 @@ CHECKPOINT_SEC = 0.25
 """Shortest time between two checkpoints; longer on a slow disk, so that they take at most a twentieth of the time."""
 _STARTS = (b'{"line": ', b'{"id": "batch_req_')  # of records; after a loss of power the file may end with zeros
 _NOTHING = hashlib.sha256().hexdigest()
-
-
-class OutputLost(NanoinferError):
-    """The file at the path of an output is not the one that was written."""
 
 
 @dataclass(frozen=True)
@@ -64,51 +57,29 @@ class Checkpoint:
 
 
 class StreamOutput:
-    """Writes records to standard output, a pipe or a device: what was written before is not known.
-
-    Args:
-        name: "-" or a path.
-    """
+    """Writes records to standard output: what was written before is not known."""
 
     resumable = False
 
-    def __init__(self, name: str) -> None:
-        self.name = "standard output" if name == STANDARD else escaped(name)
-        self._path = None if name == STANDARD else name
-        self._fd = -1
+    def __init__(self) -> None:
         self.done = Checkpoint()
 
     def skip(self, reader: LineReader) -> None:
         """Read the lines whose records are there already: none."""
 
     def start(self) -> None:
-        """Open the stream."""
-        if self._path is not None:
-            try:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-            except OSError as e:
-                raise _unwritable(self.name, e) from None
+        """Do nothing: the stream is open."""
 
     def write(self, record: bytes, place: Place, error: str = "") -> None:
         """Write the record of a line; `error`: its message, if it is an error record."""
-        if self._path is None:
-            sys.stdout.buffer.write(record)
-            sys.stdout.buffer.flush()
-        else:
-            _write_all(self._fd, record, self.name)
+        sys.stdout.buffer.write(record)
+        sys.stdout.buffer.flush()
         self.done = _after(self.done, error)
 
     def checkpoint(self) -> None:
         """Do nothing: a stream cannot be continued."""
 
-    def finish(self, *, complete: bool = False) -> None:
-        """Do nothing: every record was written."""
-
-    def close(self) -> None:
-        """Close the stream."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    finish = close = checkpoint
 
 
 class FileOutput:
@@ -132,7 +103,6 @@ class FileOutput:
         self._settings = json.loads(json.dumps(settings))  # as they are read again: tuples are lists
         self._hash = hashlib.sha256()
         self._fd = -1
-        self._unfinished = 0  # bytes of a record, a part of which may be in the file
         self._due = 0.0
         self._saved: Checkpoint | None = None
         self.done = Checkpoint()
@@ -180,8 +150,12 @@ class FileOutput:
 
     def write(self, record: bytes, place: Place, error: str = "") -> None:
         """Write the record of a line; `error`: its message, if it is an error record."""
-        self._unfinished = len(record)
-        _write_all(self._fd, record, self.name)
+        remaining = memoryview(record)
+        try:
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
+        except OSError as e:
+            raise _unwritable(self.name, e) from None
         self._hash.update(record)
         self.done = replace(
             _after(self.done, error),
@@ -190,47 +164,33 @@ class FileOutput:
             output_bytes=self.done.output_bytes + len(record),
             output_sha256=self._hash.hexdigest(),
         )
-        self._unfinished = 0
 
     def checkpoint(self) -> None:
         """Save how far the job is, if it went on and the last time is long enough ago. Raises as `finish`."""
         if self.done != self._saved and time.monotonic() >= self._due:
             self._save()
 
-    def finish(self, *, complete: bool = False) -> None:
-        """Remove what an interrupt left of a record, and save how far the job is; if it is complete, read the file.
-
-        Raises:
-            NanoinferError: another process has removed, replaced, moved or changed the file, or it cannot be written.
-        """
+    def finish(self) -> None:
+        """Remove what an interrupt left of a record, and save how far the job is. Raises NanoinferError: it cannot."""
         if self._saved is not None:
-            size = os.fstat(self._fd).st_size
-            if 0 < size - self.done.output_bytes <= self._unfinished:
-                os.ftruncate(self._fd, self.done.output_bytes)
-            self._save()
-            if complete and self._read_hash().digest() != self._hash.digest():
-                raise self._refusal("was changed by another program while it was written")
+            self.start()
 
     def close(self) -> None:
         """Close the file, after `finish` where an error has ended the job."""
         try:
-            self.finish()
-        except OutputLost as e:  # the error that is raised already is another one
-            log.error("%s", e)
-        except (OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
-            pass
+            with suppress(OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
+                self.finish()
         finally:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._saved = -1, None
 
     def _save(self) -> None:
-        """Write the state, after checking that the file is where it was opened."""
+        """Write the state, after the file."""
         start, done = time.monotonic(), self.done
         state = {"format": FORMAT, "settings": self._settings, "checkpoint": asdict(done)}
         content = json.dumps(state, indent=1).encode()
         try:
-            self._check_place()
             os.fsync(self._fd)
             write_atomically(self._state, content)
         except OSError as e:
@@ -239,30 +199,8 @@ class FileOutput:
         end = time.monotonic()
         self._due = end + max(CHECKPOINT_SEC, 20 * (end - start))
 
-    def _check_place(self) -> None:
-        """Raise OutputLost if the size of the file has changed, or it is not at its path any more."""
-        size = os.fstat(self._fd).st_size
-        try:
-            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
-        except (FileNotFoundError, NotADirectoryError):
-            is_there = False
-        if size == self.done.output_bytes and is_there:
-            return
-        self._saved = None  # there is nothing to save at the path
-        if not is_there:
-            raise OutputLost(
-                f"{self.name} was removed, replaced or moved while it was written: move the file with its"
-                f" {self.done.num_records:,} records back and run the same command again, or run it from the start"
-            )
-        raise OutputLost(
-            f"{self.name} was changed by another program while it was written: it has {size} instead of"
-            f" {self.done.output_bytes} bytes: run the same command again, which continues if the file is intact up to"
-            " its last checkpoint"
-        )
-
     def _open(self, flags: int) -> None:
         try:
-            # Appending: after another process has truncated the file, its size shows it.
             self._fd = os.open(self._path, flags | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise _unwritable(self.name, e) from None
@@ -276,17 +214,17 @@ class FileOutput:
         """Return the checkpoint of the file's state."""
         if not self._state.exists():
             raise NanoinferError(_foreign(self._path))
-        found = read_json(self._state, MAX_STATE_BYTES, "the state of a batch")
+        state = read_object(self._state, MAX_STATE_BYTES, "the state of a batch")
         names = {f.name: type(f.default) for f in fields(Checkpoint)}
-        values = found.get("checkpoint") if isinstance(found, dict) else None
+        values = state.get("checkpoint")
         if (
             not isinstance(values, dict)
-            or found.get("format") != FORMAT
-            or not isinstance(found.get("settings"), dict)
+            or state.get("format") != FORMAT
+            or not isinstance(state.get("settings"), dict)
             or {name: type(value) for name, value in values.items()} != names
         ):
             raise self._refusal(f"cannot be continued: {escaped(self._state.name)} is malformed")
-        if difference := difference_of(found["settings"], self._settings):
+        if difference := difference_of(state["settings"], self._settings):
             raise self._refusal(difference)
         return Checkpoint(**values)
 
@@ -308,18 +246,21 @@ class FileOutput:
     def _read_hash(self) -> Any:
         """Return the hash (of hashlib) of the content up to the last record."""
         os.lseek(self._fd, 0, os.SEEK_SET)
-        found, left = hashlib.sha256(), self.done.output_bytes
-        while left > 0 and (piece := os.read(self._fd, min(left, 1 << 20))):
-            found.update(piece)
-            left -= len(piece)
-        return found
+        digest, remaining = hashlib.sha256(), self.done.output_bytes
+        while remaining > 0 and (piece := os.read(self._fd, min(remaining, 1 << 20))):
+            digest.update(piece)
+            remaining -= len(piece)
+        return digest
 
     def _refusal(self, why: str) -> NanoinferError:
         return NanoinferError(f"{self.name} {why}: give another output, or replace it by --overwrite")
 
 
+Output = FileOutput | StreamOutput
+
+
 def take_lock(fd: int, name: str) -> None:
-    """Lock an open file or folder until it is closed. Raises NanoinferError, with the name, if another process has."""
+    """Lock an open file until it is closed. Raises NanoinferError, with the name, if another process has."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -336,25 +277,55 @@ def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> StreamOutput | FileOutput:
+def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> Output:
     """Return where records are written, after checking that it can be. Raises as `FileOutput`."""
     if name in (STANDARD, *STANDARD_PATHS):
-        return StreamOutput(STANDARD)
+        return StreamOutput()
     path = Path(name)
     try:
         mode = os.stat(path).st_mode if path.exists() else stat.S_IFREG
     except (OSError, ValueError) as e:  # a name that is too long, a null byte
         raise _unwritable(escaped(path), e) from None
-    if stat.S_ISDIR(mode):
-        raise NanoinferError(f"{escaped(path)} is a folder: give the name of a file in it")
-    return FileOutput(path, settings, overwrite) if stat.S_ISREG(mode) else StreamOutput(name)
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise NanoinferError(f"{escaped(path)} is {kind}: give the name of a file, or - for standard output")
+    return FileOutput(path, settings, overwrite)
+
+
+def open_parts(
+    inputs: list[str], output: str, settings: Mapping[str, Any], overwrite: bool
+) -> list[tuple[LineReader, Output]]:
+    """Return readers and their outputs: one of all files, or of a folder one of each .jsonl file, in a second folder.
+
+    Args:
+        inputs: files, or one folder.
+        output: a file, "-", or a folder, which is made if it does not exist.
+        settings, overwrite: as for `FileOutput`.
+
+    Raises:
+        NanoinferError: as LineReader and FileOutput; the folder has no .jsonl files.
+    """
+    if len(inputs) > 1 or not os.path.isdir(inputs[0]):
+        reader = LineReader(inputs)
+        refuse_same_file(inputs, output)
+        return [(reader, open_output(output, settings, overwrite))]
+    source, target = Path(inputs[0]), Path(output)
+    names = sorted(path.name for path in source.glob("*.jsonl"))
+    if not names:
+        raise NanoinferError(f"{escaped(source)} has no .jsonl files: give files, or a folder of them")
+    require_writable(target)
+    # The number of a file is that of its lines' seeds, too: one that comes before others changes theirs.
+    return [
+        (LineReader([str(source / name)]), FileOutput(target / name, {**settings, "file": i}, overwrite))
+        for i, name in enumerate(names)
+    ]
 
 
 def refuse_same_file(inputs: list[str], output: str) -> None:
     """Raise NanoinferError if the output, or its state, is one of the inputs."""
     for name in inputs:
         for target in (output, f"{output}.state"):
-            if (found := _identity(name, sys.stdin)) is not None and found == _identity(target, sys.stdout):
+            if (file := _identity(name, sys.stdin)) is not None and file == _identity(target, sys.stdout):
                 shown = "standard input" if name == STANDARD else escaped(name)
                 raise NanoinferError(f"{shown} is the input and {escaped(output)} the output: they are the same file")
 
@@ -376,17 +347,6 @@ def _after(done: Checkpoint, error: str) -> Checkpoint:
         num_errors=done.num_errors + bool(error),
         first_error=done.first_error or error,
     )
-
-
-def _write_all(fd: int, content: bytes, name: str) -> None:
-    left = memoryview(content)
-    try:
-        while left:
-            left = left[os.write(fd, left) :]
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise _unwritable(name, e) from None
 
 
 def _foreign(path: Path) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanoinfer.batch.lines import STANDARD
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import NO_FLAGS, are_given, config_flag, flags, llm_config, of_model, option
 from nanoinfer.cli.terminal import complain
@@ -28,8 +25,10 @@ from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from nanoinfer.batch.lines import LineReader
-    from nanoinfer.batch.output import FileOutput, StreamOutput
+    from nanoinfer.batch.output import Output
     from nanoinfer.batch.run import BatchOptions
+
+    Parts = Sequence[tuple[LineReader, Output]]
 
 _CAPACITY = (
     "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "target_step_ms",
@@ -55,19 +54,6 @@ class RayFlags:
             if getattr(self, name) is not None and self.ray is None:
                 raise NanoinferError(f"--{name.replace('_', '-')} needs --ray: one process has no actors")
 
-    def has_shards(self, inputs: Sequence[str], output: str) -> bool:
-        """Return whether the input is a folder or a URI, or the output. Raises NanoinferError: they do not fit."""
-        if self.ray is not None and STANDARD in inputs:
-            raise _no_stream()
-        remote = [name for name in (*inputs, output) if "://" in name or os.path.isdir(name)]
-        if self.ray is None or not remote:
-            if any("://" in name for name in remote):
-                raise NanoinferError(f"{escaped(remote[0])} is a URI: give --ray ADDRESS, or --ray local")
-            return False
-        if len(inputs) != 1:
-            raise NanoinferError(f"{len(inputs)} inputs with {escaped(remote[0])}: give one folder or URI of shards")
-        return True
-
     def job(self, config: LLMConfig, options: BatchOptions, **more: Any) -> Any:
         """Return the job of the cluster's actors."""
         from nanoinfer.ray.pool import Job
@@ -79,7 +65,7 @@ class RayFlags:
 @command("batch")
 @argument(
     "files", metavar="FILE...", nargs=-1, required=True,
-    help="Input and output; with --output, any number of inputs. - is stdin or stdout.",
+    help="Input and output, or two folders; with --output, any number of inputs. - is stdin or stdout.",
 )  # fmt: skip
 @option("output", "File of the records, instead of a second argument.", "PATH")
 @option("overwrite", "Start again, and replace the output and its state.")
@@ -110,96 +96,63 @@ def batch(
         nanoinfer batch a.jsonl b.jsonl -o out.jsonl --model gpt2 --seed 1
         echo '{"prompt": "To be", "n": 2}' | nanoinfer batch - -
         nanoinfer batch prompts.jsonl out.jsonl --ray local --cpus-per-actor 1
-        nanoinfer batch shards/ out/ --ray 10.0.0.5:6379
+        nanoinfer batch parts/ out/ --ray 10.0.0.5:6379
     """
     inputs, target = _split(files, output)
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
 
-    from nanoinfer.batch.lines import LineReader
-    from nanoinfer.batch.output import open_output, refuse_same_file
+    from nanoinfer.batch.output import open_parts
     from nanoinfer.batch.run import BatchOptions
 
     options = BatchOptions(params, seed, template)
     config = dataclasses.replace(config, scheduler=SchedulerConfig(target_step_ms=None))  # none is read token by token
-    if cluster.has_shards(inputs, target):
-        return _run_shards(cluster, inputs[0], target, overwrite, config, options)
-    reader = LineReader(inputs)
-    refuse_same_file(inputs, target)
-    records = open_output(target, _settings(config, options), overwrite)
+    parts = open_parts(inputs, target, _settings(config, options), overwrite)
+    if cluster.ray is not None and not all(reader.is_regular for reader, _ in parts):
+        raise NanoinferError("--ray reads its input in several places: give regular files, no standard input or pipe")
+    outputs = [records for _, records in parts]
     try:
-        records.skip(reader)
-        if records.done.num_records:
-            done = "is complete" if reader.at_end() else "continues"
-            _note(f"{records.name} {done} after {records.done.num_records:,} lines")
-        if reader.at_end():
-            records.start()
-        elif cluster.ray is not None:
-            _run_on_ray(cluster, reader, records, cluster.job(config, options, several=len(inputs) > 1))
-        else:
-            _run(config, options, reader, records)
-        records.finish(complete=True)
+        is_complete = True
+        for reader, records in parts:
+            records.skip(reader)
+            if reader.at_end():
+                records.start()
+                records.close()
+            else:
+                is_complete = False
+        if num_records := sum(records.done.num_records for records in outputs):
+            done = "is complete" if is_complete else "continues"
+            _note(f"{escaped(target)} {done} after {num_records:,} lines")
+        if not is_complete and cluster.ray is not None:
+            _run_on_ray(cluster.ray, parts, cluster.job(config, options, several=len(inputs) > 1))
+        elif not is_complete:
+            _run(config, options, parts)
+        for records in outputs:
+            records.finish()
     except KeyboardInterrupt:
-        records.finish()
-        how = "run the same command again to continue" if records.resumable else "this output cannot be continued"
-        _note(f"interrupted after {records.done.num_records:,} lines: {how}")
+        for records in outputs:
+            records.finish()
+        how = "run the same command again to continue" if outputs[0].resumable else "this output cannot be continued"
+        _note(f"interrupted after {sum(records.done.num_records for records in outputs):,} lines: {how}")
         raise
     finally:
-        records.close()
-        reader.close()
-    _report(records.done.num_records, records.done.num_errors, records.done.first_error)
-
-
-def _run_shards(
-    cluster: RayFlags, source: str, target: str, overwrite: bool, config: LLMConfig, options: BatchOptions
-) -> None:
-    from nanoinfer.ray.shards import Shards
-
-    shards = Shards(source, target, _settings(config, options), overwrite)
-    try:
-        if done := shards.counts()[0]:
-            _note(f"{target} {'is complete' if shards.complete else 'continues'} after {done:,} lines")
-        if not shards.complete:
-            with _connected(cluster) as bar:
-                shards.run(cluster.job(config, options), bar)
-    except KeyboardInterrupt:
-        _note(f"interrupted after {shards.counts()[0]:,} lines: run the same command again to continue")
-        raise
-    finally:
-        shards.close()
-    _report(*shards.counts())
-
-
-def _run_on_ray(cluster: RayFlags, reader: LineReader, records: FileOutput | StreamOutput, job: Any) -> None:
-    """Write the records of the lines that the reader has left."""
-    if not reader.is_regular:
-        raise _no_stream()
-
-    from nanoinfer.ray.pool import run_file
-
-    with _connected(cluster) as bar:
-        run_file(reader, records, job, bar)
-
-
-@contextmanager
-def _connected(cluster: RayFlags) -> Iterator[ProgressBar]:
-    """Connect to the cluster, and show the progress of the batch."""
-    from nanoinfer.ray.connect import connected
-
-    assert cluster.ray is not None
-    with connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
-        yield bar
-
-
-def _no_stream() -> NanoinferError:
-    return NanoinferError("--ray reads its input in several places: give regular files, no standard input or pipe")
-
-
-def _report(num_records: int, num_errors: int, first_error: str) -> None:
-    """Print how many lines have failed, if any. The exit code is then 1."""
+        for reader, records in parts:
+            records.close()
+            reader.close()
+    num_records, num_errors = (sum(getattr(r.done, n) for r in outputs) for n in ("num_records", "num_errors"))
     if num_errors:
-        complain(f"{num_errors:,} of {num_records:,} lines failed: see error in their records; first {first_error}")
+        first = next(records.done.first_error for records in outputs if records.done.first_error)
+        complain(f"{num_errors:,} of {num_records:,} lines failed: see error in their records; first {first}")
         raise click.exceptions.Exit(1)
+
+
+def _run_on_ray(address: str, parts: Parts, job: Any) -> None:
+    """Write the records of the lines that the readers have not read yet."""
+    from nanoinfer.ray.connect import connected
+    from nanoinfer.ray.pool import run
+
+    with connected(address), ProgressBar("batch", lines=True) as bar:
+        run(parts, job, bar)
 
 
 def _split(files: tuple[str, ...], output: str | None) -> tuple[list[str], str]:
@@ -207,25 +160,30 @@ def _split(files: tuple[str, ...], output: str | None) -> tuple[list[str], str]:
     if output is not None:
         return list(files), output
     if len(files) != 2:
-        given = "1 file is" if len(files) == 1 else f"{len(files)} files are"
-        raise NanoinferError(f"{given} given: give one input and one output, or any number of inputs and --output")
+        count = "1 file is" if len(files) == 1 else f"{len(files)} files are"
+        raise NanoinferError(f"{count} given: give one input and one output, or any number of inputs and --output")
     return [files[0]], files[1]
 
 
-def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: FileOutput | StreamOutput) -> None:
+def _run(config: LLMConfig, options: BatchOptions, parts: Parts) -> None:
     """Load the model and write the records."""
     from nanoinfer.batch.run import BatchRunner
     from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(config)
     runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
-    records.start()
+    num_lines = 0
     log = logging.getLogger("nanoinfer")
     level = log.level
     log.setLevel(logging.ERROR)  # a warning for each line that drops tokens is in its record
     try:
         with ProgressBar("batch", lines=True) as bar:
-            runner.run(reader, records, bar)
+            for reader, records in parts:
+                reader.num_before = num_lines
+                if not reader.at_end():
+                    records.start()
+                    runner.run(reader, records, bar)
+                num_lines += reader.num_lines
     finally:
         log.setLevel(level)
 

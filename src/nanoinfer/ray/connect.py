@@ -58,7 +58,6 @@ def connected(address: str) -> Iterator[None]:
             _check_answers(address)
     try:
         import ray
-        import ray.data
     except ImportError:
         raise NanoinferError(missing_extra("ray", "cluster")) from None
     if ray.is_initialized():
@@ -66,9 +65,6 @@ def connected(address: str) -> Iterator[None]:
         return
     warnings.filterwarnings("ignore", module=r"ray\.")
     options = {"include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES} if address == LOCAL else {}
-    for handler in logging.getLogger("ray.data").handlers:
-        if type(handler).__name__ == "PlainRayHandler":  # the one that writes to stderr
-            handler.setLevel(logging.CRITICAL)
     with _own_stderr():
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -14,13 +14,13 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nanoinfer.batch.lines import Line, LineReader
-from nanoinfer.batch.output import FileOutput, StreamOutput
+from nanoinfer.batch.output import Output
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.llm import LLM
@@ -28,8 +28,6 @@ from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.ray.connect import check_versions, node_name, pool_of, versions
 from nanoinfer.ray.service import LineService, Result
 from nanoinfer.utils.progress import ProgressBar
-
-T = TypeVar("T")
 
 CALLS = 8
 """Blocks that an actor works on at a time."""
@@ -104,22 +102,21 @@ class _Actor:
 
 @dataclass(eq=False)
 class _Block:
-    """Lines for one call, and other items between them."""
+    """Lines for one call."""
 
-    items: list[Any] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     actor: _Actor | None = None
     results: list[Result] | None = None
 
 
-def answers(items: Iterable[Line | T], job: Job) -> Generator[tuple[Line | T, Result | None], None, None]:
-    """Yield the items in order: a line with its record, others, which mark places between lines, with None.
+def answers(lines: Iterable[Line], job: Job) -> Generator[tuple[Line, Result], None, None]:
+    """Yield the lines in order, each with its record.
 
     Raises:
         NanoinferError: a node cannot load the model, an engine failed, no node has enough CPUs, or the actors ended
-            several times without a record; or from `items`.
+            several times without a record; or from `lines`.
     """
-    pool, blocks = _Pool(job), _blocks(items)
+    pool, blocks = _Pool(job), _blocks(lines)
     window: deque[_Block] = deque()
     try:
         while True:
@@ -128,28 +125,23 @@ def answers(items: Iterable[Line | T], job: Job) -> Generator[tuple[Line | T, Re
             if not window:
                 return
             pool.assign(window)
-            if window[0].results is None:
-                pool.wait(window)
-                continue
-            block = window.popleft()
-            results = iter(block.results or ())
-            for item in block.items:
-                yield item, next(results) if isinstance(item, Line) else None
+            if (results := window[0].results) is None:
+                pool.wait()
+            else:
+                yield from zip(window.popleft().lines, results, strict=True)
     finally:
         pool.close()
 
 
-def _blocks(items: Iterable[Any]) -> Iterator[_Block]:
+def _blocks(lines: Iterable[Line]) -> Iterator[_Block]:
     block, num_bytes = _Block(), 0
-    for item in items:
-        block.items.append(item)
-        if isinstance(item, Line):
-            block.lines.append(item)
-            num_bytes += len(item.content or b"")
+    for line in lines:
+        block.lines.append(line)
+        num_bytes += line.num_bytes
         if len(block.lines) == BLOCK_LINES or num_bytes >= BLOCK_BYTES:
             yield block
             block, num_bytes = _Block(), 0
-    if block.items:
+    if block.lines:
         yield block
 
 
@@ -175,14 +167,12 @@ class _Pool:
             self._start()
         for block in waiting:
             free = [a for a in self._actors if a.starting is None and a.num_blocks < CALLS]
-            if not block.lines:
-                block.results = []
-            elif free:
+            if free:
                 block.actor = actor = min(free, key=lambda a: a.num_blocks)
                 actor.num_blocks += 1
                 self._calls[actor.handle.answer.remote(block.lines)] = block
 
-    def wait(self, window: Iterable[_Block]) -> None:
+    def wait(self) -> None:
         """Wait a moment for a call or the start of an actor to end. Raises NanoinferError: see `answers`."""
         import ray
         from ray.exceptions import RayError
@@ -196,19 +186,19 @@ class _Pool:
             actor = starting[reference] if block is None else block.actor
             assert actor is not None
             try:
-                found = ray.get(reference)
+                answer = ray.get(reference)
             except RayError as e:  # the actor has ended, or its node with the result
                 self._lose(actor, e)
                 if block is not None:
                     block.actor = None
                 continue
-            if isinstance(found, str) and found:
-                raise NanoinferError(found)
+            if isinstance(answer, str) and answer:
+                raise NanoinferError(answer)
             self._progress = time.monotonic()
             if block is None:
                 actor.starting = None
             else:
-                block.results, self._num_ended = found, 0
+                block.results, self._num_ended = answer, 0
                 actor.num_blocks -= 1
 
     def _start(self) -> None:
@@ -240,32 +230,40 @@ class _Pool:
             ray.kill(actor.handle)
 
 
-def run_file(reader: LineReader, output: FileOutput | StreamOutput, job: Job, bar: ProgressBar) -> None:
-    """Write the records of the lines that the reader has not read yet. The caller closes the output.
+def run(parts: Sequence[tuple[LineReader, Output]], job: Job, bar: ProgressBar) -> None:
+    """Write the records of the lines that the readers have not read yet. The caller closes the outputs.
 
-    The output and its checkpoints are those of `nanoinfer batch` without a cluster, which continues what this has
+    The outputs and their checkpoints are those of `nanoinfer batch` without a cluster, which continues what this has
     begun, and the other way round.
 
     Args:
-        reader: of the input; it is where the output ends.
-        output: is started when there is a first record.
+        parts: readers, each where its output ends, and their outputs, which are started when there is a first record.
         job: how to generate.
         bar: shows how far it is.
 
     Raises:
-        NanoinferError: see `answers`; the output cannot be written.
+        NanoinferError: see `answers`; an output cannot be written.
     """
-    is_started = False
-    with closing(answers(reader, job)) as results:
+    rest, names = iter(parts), list[str]()
+    with closing(answers(_lines(parts), job)) as results:
         for line, result in results:
-            assert result is not None
-            if not is_started:
+            if line.place.file not in names:
+                reader, output = next(part for part in rest if line.place.file in part[0].names)
+                names = reader.names
                 output.start()
-                is_started = True
             output.write(result.record, line.place, result.error)
             output.checkpoint()
             if bar.due():
-                bar.update(output.done.num_records, reader.total_lines)
+                totals = [reader.total_lines or 0 for reader, _ in parts]
+                bar.update(sum(output.done.num_records for _, output in parts), sum(totals))
+
+
+def _lines(parts: Sequence[tuple[LineReader, Output]]) -> Iterator[Line]:
+    num_lines = 0
+    for reader, _ in parts:
+        reader.num_before = num_lines
+        yield from reader
+        num_lines += reader.num_lines
 
 
 def _cause(error: Exception) -> str:

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _JSON_FIELDS = ("messages", "body")
-_BYTES = ("binary", "large_binary", "binary_view")
-_PLAIN = frozenset(
-    ("null", "bool", "halffloat", "float", "double", "string", "large_string", "string_view", *_BYTES)
-) | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-"""Arrow's names of types whose values are those of JSON, or bytes."""
 
 
 def to_lines(table: pa.Table, number: str | None) -> list[Line]:
@@ -50,27 +45,26 @@ def to_lines(table: pa.Table, number: str | None) -> list[Line]:
     for name in {*names, number} - {None}:
         if (count := table.column_names.count(name)) > 1:
             raise NanoinferError(f"{count} columns are named {name!r}: rename all but one of them")
-    for name in names:
-        if not _is_json(kind := table.schema.field(name).type):
-            raise NanoinferError(
-                f"the column {name!r} is {kind}, which a line cannot contain: cast it to text, numbers, lists or"
-                " structs"
-            )
     fields = table.select(names).to_pylist()
     numbers = [None] * len(fields) if number is None else table[number].to_pylist()
-    return [_line(*row) for row in zip(fields, numbers, range(len(fields)), strict=True)]
+    try:
+        return [_line(*row) for row in zip(fields, numbers, range(len(fields)), strict=True)]
+    except TypeError as e:  # a decimal, a timestamp, an object of Python
+        raise NanoinferError(
+            f"a line cannot contain all values of {', '.join(names)}: {e}: cast them to text, numbers, lists or structs"
+        ) from None
 
 
 def add_records(table: pa.Table, records: Sequence[bytes]) -> pa.Table:
     """Return the rows with the columns of their records, which replace columns of the same names."""
     import pyarrow as pa
 
-    made = [_columns(json.loads(record)) for record in records]
+    columns = [_columns(json.loads(record)) for record in records]
     kinds = _kinds(pa)
     names = ("response", "error") if _is_openai(table) else tuple(name for name in kinds if name != "response")
     table = table.select([i for i, name in enumerate(table.column_names) if name not in names])
     for name in names:
-        table = table.append_column(name, pa.array([record.get(name) for record in made], kinds[name]))
+        table = table.append_column(name, pa.array([record.get(name) for record in columns], kinds[name]))
     return table
 
 
@@ -104,22 +98,6 @@ def _plain(value: Any) -> Any:
         return value.decode(errors="surrogateescape")
     value = value.tolist() if isinstance(value, np.ndarray) else value
     return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def _is_json(kind: Any) -> bool:
-    """Return whether the values of a type of Arrow are those of JSON, or bytes."""
-    import pyarrow as pa
-
-    if isinstance(kind, pa.BaseExtensionType):  # Ray's tensors, JSON text; not Ray's pickled objects
-        return str(kind.storage_type) not in _BYTES and _is_json(kind.storage_type)
-    if isinstance(kind, pa.DictionaryType):
-        return _is_json(kind.value_type)
-    if isinstance(kind, pa.StructType):
-        names = [field.name for field in kind]
-        return len(set(names)) == len(names) and all(_is_json(field.type) for field in kind)
-    if isinstance(kind, (pa.MapType, pa.UnionType)):
-        return False
-    return _is_json(kind.value_type) if kind.num_fields else str(kind) in _PLAIN
 
 
 def _columns(record: dict[str, Any]) -> dict[str, Any]:
