@@ -20,10 +20,10 @@ import pytest
 
 from helpers.chat import chat_folder
 from helpers.errors import check_messages
-from helpers.tools import TWO, check_call, tools_folder
+from helpers.tools import tools_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
-from nanoinfer.cli.chat import messages
+from nanoinfer.cli.chat import _bound, messages
 from nanoinfer.cli.terminal import visible
 
 Call = Callable[..., tuple[int, str, str]]
@@ -75,25 +75,6 @@ def test_system_and_template(call: Call, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[-1].content }}")
     expected = LLM(str(folder)).generate("Hi", PARAMS)[0].outputs[0].text
     assert call("--chat-template", "own.jinja", stdin="Hi\n")[1] == visible(expected) + "\n"
-
-
-def test_calls_of_tools_are_answered_by_hand(call: Call, tmp_path: Path) -> None:
-    pytest.importorskip("llguidance", reason="the extra structured is not installed")
-    model = str(tools_folder(tmp_path / "tools"))
-    (tmp_path / "tools.json").write_text(json.dumps(TWO))
-    options = ("--tools", "tools.json", "--tool-choice", "add", "--no-enable-thinking", "--max-tokens", "60")
-    code, out, err = call(*options, stdin="Add\nseven\n/save a.jsonl\n", model=model)
-    assert code == 0
-    saved = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [m["role"] for m in saved][:3] == ["user", "assistant", "tool"]
-    call_made = saved[1]["tool_calls"][0]
-    assert out.startswith(f"call add: {call_made['function']['arguments']}\n")
-    check_call("add", call_made["function"]["arguments"], TWO)
-    assert "[give the result of each call, beginning with that of add]" in err
-    assert saved[2] == {"role": "tool", "tool_call_id": call_made["id"], "content": "seven"}
-    (tmp_path / "tools.json").write_text("[")
-    code, out, err = call(*options, model=model)
-    assert (code, "tools.json is not JSON" in err) == (2, True)
 
 
 def test_options_of_reasoning(call: Call, folder: Path, tmp_path: Path) -> None:
@@ -311,17 +292,13 @@ def test_a_terminal(terminal: Callable[..., Terminal], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "bound"),
     [
-        ([], "256 tokens (the context length; --max-tokens ends them earlier)"),
-        (["--max-tokens", "256"], "256 tokens (--max-tokens changes it)"),
-        (["--overflow", "slide"], "1024 tokens (--max-tokens changes it)"),
+        ({"max_tokens": 1024}, "256 tokens (the context length; --max-tokens ends them earlier)"),
+        ({"max_tokens": 256}, "256 tokens (--max-tokens changes it)"),
+        ({"max_tokens": 1024, "overflow": "slide"}, "1024 tokens (--max-tokens changes it)"),
     ],
 )
-def test_a_terminal_shows_what_bounds_an_answer(folder: Path, arguments: list[str], bound: str) -> None:
-    t = Terminal(str(folder), *arguments)
-    try:
-        assert f"\nAnswers end after at most {bound}.\r\n> " in t.wait_for("> ")
-    finally:
-        t.close()
+def test_what_bounds_an_answer(arguments: dict[str, Any], bound: str) -> None:
+    assert _bound(SamplingParams(**arguments), 256) == bound
 
 
 def test_interrupts_at_the_prompt(terminal: Callable[..., Terminal]) -> None:

@@ -111,12 +111,3 @@ def test_shell_completion() -> None:
     asked = os.environ | {"_NANOINFER_COMPLETE": "bash_source"}
     done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
     assert "_NANOINFER_COMPLETE=bash_complete" in done.stdout
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion_is_printed(shell: str) -> None:
-    env = os.environ | {"SHELL": f"/usr/bin/{shell}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "nanoinfer", "--show-completion"], env=env, capture_output=True, text=True
-    )
-    assert f"_NANOINFER_COMPLETE={shell}_complete" in done.stdout

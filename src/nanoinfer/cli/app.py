@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import click
 from click.exceptions import Exit
-from click.shell_completion import get_completion_class
 
 import nanoinfer
 from nanoinfer.cli import terminal
@@ -35,7 +32,8 @@ COMMANDS = {
     "roofline": ("measure:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
     "train": ("train:train", "Train a model or a draft model."),
 }
-COMPLETE = "_NANOINFER_COMPLETE"  # variable in which a shell asks for completions
+COMPLETE = "_NANOINFER_COMPLETE"
+"""Variable in which a shell asks for completions: eval "$(_NANOINFER_COMPLETE=bash_source nanoinfer)"."""
 
 
 class _Commands(click.Group):
@@ -62,21 +60,10 @@ def load_command(name: str) -> click.Command:
     return command
 
 
-def _answer(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Do what a flag asks for in the place of a sub-command: print the version, or the code of completions."""
-    if not wanted:
-        return
-    shell = Path(os.environ.get("SHELL", "bash")).name
-    if parameter.name == "version":
+def _print_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
         print(nanoinfer.__version__)
-    elif (completion := get_completion_class(shell)) is None:
-        raise NanoinferError(f"SHELL={shell} has no completions: use bash, zsh or fish")
-    else:
-        print(completion(app, {}, "nanoinfer", COMPLETE).source())
-    raise Exit
-
-
-_FLAG: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _answer}
+        raise Exit
 
 
 @click.group(
@@ -84,8 +71,9 @@ _FLAG: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": Fals
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option("--version", **_FLAG, help="Print the version.")
-@click.option("--show-completion", **_FLAG, help="Print completion for the current shell, which evaluates it.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
 @click.pass_context
 def app(context: click.Context) -> None:
     """Text from small language models, on every rung of the optimisation ladder."""

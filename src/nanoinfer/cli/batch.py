@@ -112,14 +112,7 @@ def batch(
         raise NanoinferError("--ray reads its input in several places: give regular files, no standard input or pipe")
     outputs = [records for _, records in parts]
     try:
-        is_complete = True
-        for reader, records in parts:
-            records.skip(reader)
-            if reader.at_end():
-                records.start()
-                records.close()
-            else:
-                is_complete = False
+        is_complete = _skip(parts)
         if num_records := sum(records.done.num_records for records in outputs):
             done = "is complete" if is_complete else "continues"
             _note(f"{escaped(target)} {done} after {num_records:,} lines")
@@ -139,6 +132,24 @@ def batch(
         for reader, records in parts:
             records.close()
             reader.close()
+    _report(outputs)
+
+
+def _skip(parts: Parts) -> bool:
+    """Read the lines whose records are there; return whether no line is left."""
+    is_complete = True
+    for reader, records in parts:
+        records.skip(reader)
+        if reader.at_end():
+            records.start()
+            records.close()
+        else:
+            is_complete = False
+    return is_complete
+
+
+def _report(outputs: Sequence[Output]) -> None:
+    """Print how many lines have failed, if any. The exit code is then 1."""
     num_records, num_errors = (sum(getattr(r.done, n) for r in outputs) for n in ("num_records", "num_errors"))
     if num_errors:
         first = next(records.done.first_error for records in outputs if records.done.first_error)

@@ -39,7 +39,7 @@ HELP = r"""/system TEXT   set the system message (without TEXT: show it)
 A line that ends with a backslash continues on the next line. Lines between
 triple quotes are one message. A line that begins with a space is not a
 command. Ctrl-C ends an answer and keeps its text so far; at the prompt it
-clears the line. After calls of tools, each message is the result of one."""
+clears the line."""
 
 
 @command("chat")
@@ -47,28 +47,21 @@ clears the line. After calls of tools, each message is the result of one."""
 @config_flag("tokenizer")
 @option("system", "System message.")
 @config_flag("chat_template")
-@config_flag("generic_tools")
-@option("tools", "JSON list of tools, in OpenAI's shape, that may be called.", "FILE")
-@option("tool_choice", "none, auto, required or the name of a tool. [default: auto]")
 @option(
     "enable_thinking",
     "Whether the model shall reason; for templates that have the variable. [default: as the template has it]",
 )
 @option("reasoning_effort", "none, low, medium or high; for templates that have it.")
 @option("thinking_token_budget", "Most tokens of the reasoning, after which its end is forced. [default: any]")
-@option("hide_reasoning", "Do not show reasoning, which is dimmed on a terminal only.")
 @config_flag("generation_config")
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**COMMAND_DEFAULTS, "max_tokens": CHAT_MAX_TOKENS})
 @llm_config("speculation", "engine")
 def chat(
     system: str | None,
     chat_template: Path | None,
-    tools: Path | None,
-    tool_choice: str | None,
     enable_thinking: bool | None,
     reasoning_effort: str | None,
     thinking_token_budget: int | None,
-    hide_reasoning: bool,
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
@@ -78,18 +71,14 @@ def chat(
         nanoinfer chat path/to/model            # /help lists the commands
         nanoinfer chat path/to/model --system "Be brief." --temp 0.5
         nanoinfer chat shakespeare --chat-template turns.jinja --engine native
-        nanoinfer chat path/to/model --tools tools.json   # you answer its calls
         cat questions.txt | nanoinfer chat path/to/model    # one turn a line
     """
     options: dict[str, Any] = {
-        "tool_choice": tool_choice, "enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort,
+        "enable_thinking": enable_thinking, "reasoning_effort": reasoning_effort,
         "thinking_token_budget": thinking_token_budget,
     }  # fmt: skip
     if chat_template is not None:
         options["chat_template"] = read_text(chat_template, "a chat template")
-    if tools is not None:
-        options["parallel_tool_calls"] = False  # each result is typed
-        options["tools"] = parse_json(read_text(tools, "a list of tools"), f"{escaped(tools)} is not JSON")
 
     from nanoinfer.entrypoints.llm import LLM
 
@@ -100,7 +89,7 @@ def chat(
         negated = "no-" if options.get(unread[0]) is False else ""
         flag = f"--{negated}{unread[0].replace('_', '-')}"
         raise NanoinferError(f"{flag}: the chat template of {escaped(llm.model_name)} does not read it: leave it out")
-    session = Session(conversation, params, hide_reasoning=hide_reasoning)
+    session = Session(conversation, params)
     if sys.stdin.isatty():
         print(
             f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.model.weight_format}. /help lists the commands.\n"
@@ -125,12 +114,10 @@ class Session:
     Args:
         conversation: without an answer that is being generated.
         params: of each answer.
-        hide_reasoning: whether reasoning is not shown on a terminal, either.
     """
 
-    def __init__(self, conversation: Conversation, params: SamplingParams, *, hide_reasoning: bool = False) -> None:
+    def __init__(self, conversation: Conversation, params: SamplingParams) -> None:
         self._conversation, self._params = conversation, params
-        self._dims_reasoning = not hide_reasoning and sys.stdout.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._system,
             "/regenerate": self._regenerate,
@@ -151,7 +138,7 @@ class Session:
                 if name.startswith("/"):
                     self._command(name, rest.strip())
                 elif message.strip():
-                    self._send(message)
+                    self._print(self._conversation.send(message, self._params))
             except NanoinferError as e:
                 complain(str(e))
                 succeeded = False
@@ -164,36 +151,19 @@ class Session:
             )
         command(rest)
 
-    def _send(self, message: str) -> None:
-        """Send a message of the user, or the result of the next call that has none; after the last one, answer."""
-        found = self._conversation.messages
-        if (call := _open_call(found)) is None:
-            return self._print(self._conversation.send(message, self._params))
-        result = {"role": "tool", "tool_call_id": call["id"], "content": message}
-        if _open_call([*found, result]) is not None:
-            self._conversation.messages = [*found, result]
-        else:  # a choice that requires calls would never end them
-            self._print(self._conversation.send([result], self._params, tool_choice=None))
-
     def _shown(self, answer: AnswerStream) -> Iterator[str]:
         """Yield what is printed of an answer, in pieces."""
         if answer.answers.plain:
             yield from map(visible, answer)
             return
-        between, begun = "", False
+        between = ""
         for delta in answer.deltas():
-            if isinstance(delta, ReasoningDelta):
-                if self._dims_reasoning:
-                    yield f"\x1b[2m{visible(delta.text)}\x1b[0m"
-                    between = "\n"
-                continue
             if isinstance(delta, ContentDelta):
                 yield between + visible(delta.text)
-            elif delta.name is not None:
-                yield f"{between if not begun else chr(10)}call {delta.name}: "
-            else:
-                yield visible(delta.arguments)
-            between, begun = "", True
+                between = ""
+            elif isinstance(delta, ReasoningDelta) and sys.stdout.isatty():
+                yield f"\x1b[2m{visible(delta.text)}\x1b[0m"
+                between = "\n"
 
     def _print(self, answer: AnswerStream) -> None:
         """Print an answer as it is generated, and its tokens per second on stderr."""
@@ -215,12 +185,6 @@ class Session:
         speed = f", {1 / metrics.tpot_sec:.1f} tokens/s" if metrics.tpot_sec else ""
         new = num_prompt - output.num_cached_tokens
         note = f"[{num} tokens{speed}; prompt: {new} new of {num_prompt} tokens, {metrics.ttft_sec:.2f} s]"
-        self._note(note)
-        if (call := _open_call(self._conversation.messages)) is not None:
-            self._note(f"[give the result of each call, beginning with that of {call['function']['name']}]")
-
-    @staticmethod
-    def _note(note: str) -> None:
         print(f"\x1b[2m{note}\x1b[0m" if sys.stderr.isatty() else note, file=sys.stderr, flush=True)
 
     def _regenerate(self, rest: str) -> None:
@@ -230,10 +194,10 @@ class Session:
         self._print(self._conversation.regenerate(params))
 
     def _system(self, text: str) -> None:
-        found = self._conversation.messages
-        system = found[:1] if found and found[0]["role"] == "system" else []
+        messages = self._conversation.messages
+        system = messages[:1] if messages and messages[0]["role"] == "system" else []
         if text:
-            self._conversation.messages = [{"role": "system", "content": text}, *found[len(system) :]]
+            self._conversation.messages = [{"role": "system", "content": text}, *messages[len(system) :]]
         else:
             print(visible(system[0]["content"] if system else "(no system message)"), file=sys.stderr)
 
@@ -248,20 +212,9 @@ class Session:
 
     def _load(self, name: str) -> None:
         text = read_text(_path(name), "a list of messages")
-        found = [parse_json(line, f"{name} is not one JSON object a line") for line in text.split("\n") if line.strip()]
-        self._conversation.messages = found
-        print(f"{visible(name)}: {len(found)} messages", file=sys.stderr)
-
-
-def _open_call(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the first call at the end of a conversation that has no result."""
-    done = set()
-    for message in reversed(messages):
-        if message["role"] != "tool":
-            open_calls = (call for call in message.get("tool_calls", ()) if call.get("id") not in done)
-            return next(open_calls, None)
-        done.add(message.get("tool_call_id"))
-    return None
+        lines = [line for line in text.split("\n") if line.strip()]
+        self._conversation.messages = [parse_json(line, f"{name} is not one JSON object a line") for line in lines]
+        print(f"{visible(name)}: {len(lines)} messages", file=sys.stderr)
 
 
 def _path(name: str) -> Path:

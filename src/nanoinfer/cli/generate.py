@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import click
 
@@ -19,58 +19,8 @@ from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling_params import COMMAND_DEFAULTS, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams, StructuredOutputsParams
 from nanoinfer.utils.files import read_text
-
-if TYPE_CHECKING:
-    from nanoinfer.entrypoints.llm import LLM
-
-EARLY_STOPPING: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
-SHARED = ("n", "max_tokens", "ignore_eos")
-"""Flags of sampling that a beam search has, too."""
-
-
-@dataclass(frozen=True)
-class BeamFlags:
-    """The flags of beam search; None: not given."""
-
-    beam_width: int | None = None
-    """Beams of a beam search, instead of sampling; the best -n outputs are printed."""
-    length_penalty: float | None = None
-    """Exponent of the length that divides an output's log-probability (default: 1.0)."""
-    early_stopping: str | None = None
-    """When a beam search ends: false, true or never (default: false)."""
-
-    def search(self, params: SamplingParams, defaults: SamplingParams) -> BeamSearchParams | None:
-        """Return the parameters of the beam search that the flags ask for, or None.
-
-        Args:
-            params: from the flags of sampling.
-            defaults: the same flags, if none is given.
-
-        Raises:
-            NanoinferError: flags contradict each other, or a value is out of range.
-        """
-        if self.beam_width is None:
-            if self != BeamFlags():
-                name = "--length-penalty" if self.length_penalty is not None else "--early-stopping"
-                raise NanoinferError(f"{name} needs --beam-width: beam search uses it, sampling does not")
-            return None
-        for name in (f.name for f in fields(params) if f.name not in SHARED):
-            if getattr(params, name) != getattr(defaults, name):
-                flag = "--" + name.replace("_", "-") if name != "structured_outputs" else "a structured output"
-                raise NanoinferError(f"{flag} is not used with --beam-width: leave one of them out")
-        if params.n > self.beam_width:
-            raise NanoinferError(f"n={params.n} is more than beam_width={self.beam_width}: raise --beam-width")
-        if (early := self.early_stopping or "false") not in EARLY_STOPPING:
-            raise NanoinferError(f"--early-stopping {early!r} is unknown: use one of {', '.join(EARLY_STOPPING)}")
-        return BeamSearchParams(
-            self.beam_width,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            early_stopping=EARLY_STOPPING[early],
-        )
 
 
 @dataclass(frozen=True)
@@ -92,11 +42,11 @@ class StructuredFlags:
         """Return what the flags ask for, or None. Raises NanoinferError if several are given, or a file is bad."""
         if self == StructuredFlags():
             return None
-        given = [
+        names = [
             f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, False, ())
         ]
-        if len(given) > 1:
-            raise NanoinferError(f"{' and '.join(given)} are both given: leave one of them out")
+        if len(names) > 1:
+            raise NanoinferError(f"{' and '.join(names)} are both given: leave one of them out")
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(Path(schema), "a JSON schema")
@@ -121,9 +71,8 @@ class StructuredFlags:
 @option("echo", "Print each prompt before its output.")
 @option("as_json", "Print one JSON object per prompt and line, with token ids and metrics.")
 @config_flag("generation_config")
-@flags(SamplingParams, "params", skip=NO_FLAGS, defaults=COMMAND_DEFAULTS)
+@flags(SamplingParams, "params", skip=("best_of", *NO_FLAGS), defaults=COMMAND_DEFAULTS)
 @flags(StructuredFlags, "structured_flags")
-@flags(BeamFlags, "beam_flags")
 @llm_config("speculation", "engine")
 def generate(
     prompts: tuple[str, ...],
@@ -136,7 +85,6 @@ def generate(
     as_json: bool,
     config: LLMConfig,
     params: SamplingParams,
-    beam_flags: BeamFlags,
     structured_flags: StructuredFlags,
 ) -> None:
     """Generate text from prompts, streamed as it is generated.
@@ -155,50 +103,20 @@ def generate(
     texts = _read_prompts(list(prompts or prompt), file, lines)
     bias, structured = _parse_bias(logit_bias), structured_flags.params()
     params = replace(params, logit_bias=bias, structured_outputs=structured)
-    beams = beam_flags.search(params, SamplingParams(**COMMAND_DEFAULTS))
-    given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
+    inputs: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
     from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(config)
-    if beams is None:
-        params = of_model(params, llm)
+    params = of_model(params, llm)
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
-    ids, stream = _start(llm, given, params, beams)
+    ids, stream = llm.stream_outputs(inputs, params)
     shown = None if as_json else _InOrder(ids, params.n, partial(_heading, texts, params.n, echo))
     if failures := _print_stream(ids, stream, shown):
         for i, message in dict.fromkeys(failures):
             complain(f"prompt {i + 1} of {len(ids)}: {message}" if len(ids) > 1 else message)
         raise click.exceptions.Exit(1)
-
-
-def _start(
-    llm: LLM, prompts: list[Any], params: SamplingParams, beams: BeamSearchParams | None
-) -> tuple[list[int], Iterator[Delta | RequestOutput]]:
-    """Return the requests' ids, and their deltas and outputs: n of each prompt, also of a beam search."""
-    if params.num_sequences > params.n:
-        outputs = llm.generate(prompts, params)
-        return [cast(int, o.request_id) for o in outputs], _at_once(outputs)
-    ids, stream = llm.stream_outputs(prompts, beams or params)
-    return ids, stream if beams is None else _first(stream, params.n)
-
-
-def _at_once(outputs: list[RequestOutput]) -> Iterator[Delta | RequestOutput]:
-    """Yield finished outputs as a stream does."""
-    for output in outputs:
-        for o in output.outputs:
-            yield Delta(cast(int, output.request_id), o.index, o.text, o.finish_reason, len(o.token_ids), o.error)
-        yield output
-
-
-def _first(stream: Iterator[Delta | RequestOutput], n: int) -> Iterator[Delta | RequestOutput]:
-    """Yield what belongs to the first n outputs of each request."""
-    for item in stream:
-        if isinstance(item, RequestOutput):
-            yield replace(item, outputs=item.outputs[:n])
-        elif item.index < n:
-            yield item
 
 
 def _print_stream(
@@ -294,7 +212,7 @@ class _InOrder:
     def __init__(self, ids: list[int], n: int, before: Callable[[int, int], str]) -> None:
         self._order = [(request_id, k) for request_id in ids for k in range(n)]
         self._before = [before(i, k) for i in range(len(ids)) for k in range(n)]
-        self._made = dict.fromkeys(self._order, "")
+        self._texts = dict.fromkeys(self._order, "")
         self._ended: set[tuple[int, int]] = set()
         self._turn = 0
         self._begun = False
@@ -310,7 +228,7 @@ class _InOrder:
     def add(self, delta: Delta) -> None:
         """Add what was generated, and print what is its turn."""
         key = (delta.request_id, delta.index)
-        self._made[key] += delta.text
+        self._texts[key] += delta.text
         if delta.finish_reason is not None:
             self._ended.add(key)
         self._show()
@@ -319,7 +237,7 @@ class _InOrder:
         """Print what is new in the current output; continue with the next when it has ended."""
         while self._turn < len(self._order):
             key = self._order[self._turn]
-            text, self._made[key] = self._made[key], ""
+            text, self._texts[key] = self._texts[key], ""
             if not self._begun:
                 text, self._begun = self._before[self._turn] + text, True
             if text:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nanoinfer.cli.help import TOPICS, Flag
 from nanoinfer.config import LLMConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
@@ -42,10 +43,10 @@ _TYPES: dict[Any, tuple[Any, str | None]] = {
 
 def parse_size(text: str) -> int:
     """ "1GiB" -> 1073741824; "1.5 kB" -> 1500; a plain number is bytes."""
-    found = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,9})?) *([a-zA-Z]*)", text.strip(), re.ASCII)
-    if found is None or (unit := UNITS.get(found[2].lower())) is None:
+    match = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,9})?) *([a-zA-Z]*)", text.strip(), re.ASCII)
+    if match is None or (unit := UNITS.get(match[2].lower())) is None:
         raise click.BadParameter(f"{show(text)} is not a size: give bytes, or a number with {size_units()}")
-    size = Fraction(found[1]) * unit
+    size = Fraction(match[1]) * unit
     if size.denominator != 1:
         raise click.BadParameter(f"{show(text)} is not a whole number of bytes")
     return int(size)
@@ -59,14 +60,14 @@ def size_units() -> str:
 def unescape(text: str) -> str:
     r"""Replace \n, \r, \t, \\, \xNN and \uNNNN by their characters; another backslash is an error."""
 
-    def character(found: re.Match[str]) -> str:
-        if code := found[1] or found[2]:
+    def character(match: re.Match[str]) -> str:
+        if code := match[1] or match[2]:
             return chr(int(code, 16))
-        if found[3] is None:
+        if match[3] is None:
             raise click.BadParameter(
                 rf"{show(text)}: a backslash begins \n, \r, \t, \\, \xNN or \uNNNN; write \\ for itself"
             )
-        return _CONTROLS[found[3]]
+        return _CONTROLS[match[3]]
 
     return _ESCAPE.sub(character, text)
 
@@ -146,11 +147,12 @@ def flags(
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {f.name: values.pop(f.name) for f in fields}
-            return command(**values, **{argument: cls(**given)})
+            options = {f.name: values.pop(f.name) for f in fields}
+            return command(**values, **{argument: cls(**options)})
 
         for f in reversed(fields):  # as of decorators, the last one applied is the first one shown
-            _option(f.name, hints[f.name], docs.get(f.name, ""), own_defaults[f.name])(run)
+            doc, topic = docs.get(f.name, ""), TOPICS.get(argument, "Options")
+            _option(f.name, hints[f.name], doc, own_defaults[f.name], topic=topic)(run)
         return run
 
     return decorate
@@ -169,18 +171,20 @@ def llm_config(*parts: str) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
-            return command(**values, config=LLMConfig(**{"model": "", **given}))
+            options = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
+            return command(**values, config=LLMConfig(**{"model": "", **options}))
 
-        made: _Command = run
+        decorated: _Command = run
         for part in reversed(parts):
-            made = flags(kinds[part], part)(made)
-        return made
+            decorated = flags(kinds[part], part)(decorated)
+        return decorated
 
     return decorate
 
 
-def _option(name: str, hint: Any, doc: str, default: Any, metavar: str | None = None) -> Callable[[_Command], _Command]:
+def _option(
+    name: str, hint: Any, doc: str, default: Any, metavar: str | None = None, topic: str = "Options"
+) -> Callable[[_Command], _Command]:
     """Return the decorator that adds one flag."""
     hint = next((t for t in typing.get_args(hint) if typing.get_origin(t) is tuple), hint)  # of tuple | None, tuple
     kind = next(t for t in (hint, *typing.get_args(hint)) if t in _TYPES)  # of int | str | None, int
@@ -191,6 +195,7 @@ def _option(name: str, hint: Any, doc: str, default: Any, metavar: str | None = 
     if name in _ALIASES:
         names.append(_ALIASES[name])
     settings: dict[str, Any] = {"help": f"{doc} {note}".strip(), "type": parse, "metavar": metavar or usual_metavar}
+    settings |= {"cls": Flag, "topic": topic}
     settings |= {"is_flag": True} if kind is bool else {"multiple": typing.get_origin(hint) is tuple}
     if default is dataclasses.MISSING:
         return click.option(*names, name, required=True, **settings)
