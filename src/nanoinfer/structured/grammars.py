@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -60,7 +59,6 @@ FAST_SEC = 0.001
 """CPU time of a mask that adds little to a lexer."""
 SLOW_SEC = 0.25
 """CPU time beyond it, of all masks, after which a lexer is replaced."""
-TRIM_BYTES = 64 << 20
 _UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
 _PANIC = "panic: "  # how llguidance's messages about its own faults begin
 MAX_CACHED_BYTES = 256 << 20
@@ -105,7 +103,6 @@ class Grammars:
         self._cached: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._workers = Workers("nanoinfer-masks", 1, around=processes.computing)
-        self._freed = FreedMemory(self._workers)
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """Return the grammar for parameters, one that was compiled before if there is one.
@@ -145,6 +142,8 @@ class Grammars:
                         released.append(self._cached.pop(wanted).result())
         for grammar in released:
             grammar.release()
+        if released:
+            self._workers.put(processes.trim_memory)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         name = f"structured_outputs.{wanted.kind}"
@@ -158,7 +157,7 @@ class Grammars:
         if answer["error"] is not None:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
         num_bytes = answer["num_bytes"] or UNMEASURED_BYTES
-        grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers, self._freed)
+        grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers)
         with about(name):
             first_mask = grammar.lexer().first_mask
         if not first_mask[: self._model.vocab_size].any():
@@ -185,7 +184,6 @@ def to_text(wanted: StructuredOutputsParams) -> str:
         schemas.rewrite(schema)
         if wanted.disable_additional_properties:
             schemas.close(schema)
-        schemas.check(schema)
         compact = wanted.disable_any_whitespace
         white_space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         schema.setdefault("x-guidance", white_space)
@@ -211,35 +209,15 @@ class LexerFailed(ResultError):
     """llguidance panicked. The fault is not the request's."""
 
 
-class FreedMemory:
-    """Returns the memory of lexers to the operating system, after enough of it was freed.
-
-    Args:
-        workers: a thread that does it.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers, self._num_bytes = workers, 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count memory that is about to be freed."""
-        self._num_bytes += num_bytes
-        if self._num_bytes >= TRIM_BYTES and not sys.is_finalizing():
-            self._num_bytes = 0
-            self._workers.put(processes.trim_memory)
-
-
 class Lexer:
     """The table of states of a grammar, and the matcher that all others are copied from.
 
     Args:
         matcher: at the start of an output.
-        num_bytes: memory that it may have.
-        freed: is told when it is freed.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int, freed: FreedMemory) -> None:
-        self._matcher, self._num_bytes, self._freed = matcher, num_bytes, freed
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
         self._num_masks, self._slow_sec = 0, 0.0
         self._last: tuple[bytes, NDArray[np.bool_]] = (b"", np.zeros(0, np.bool_))
         self.worn = False
@@ -282,10 +260,6 @@ class Lexer:
         self.worn = True
         return isinstance(error, LexerFailed) or self._num_masks >= MIN_MASKS
 
-    def __del__(self) -> None:
-        if hasattr(self, "_freed"):
-            self._freed.add(self._num_bytes)
-
 
 class Grammar:
     """A grammar for one vocabulary, and its lexer.
@@ -296,7 +270,6 @@ class Grammar:
         vocab_size: number of tokens that may be sampled.
         num_bytes: memory that it has when it is compiled.
         workers: a thread that computes masks.
-        freed: is told when a lexer is freed.
     """
 
     def __init__(
@@ -306,12 +279,11 @@ class Grammar:
         vocab_size: int,
         num_bytes: int,
         workers: Workers,
-        freed: FreedMemory,
     ) -> None:
         self.vocab_size, self.workers = vocab_size, workers
         self.num_bytes = num_bytes + vocab_size + len(lark) + MAX_GROWTH
         """Memory that it may have, at most."""
-        self._lark, self._table, self._freed = lark, table, freed
+        self._lark, self._table = lark, table
         # A state has at most all lexemes: 9 bytes for each, of 1.5 kB or more that it takes to compile one.
         state_bytes = 1024 + num_bytes * 6 // 1000
         self._max_states = min(max(MAX_GROWTH // state_bytes, MIN_STATES), MAX_STATES)
@@ -338,7 +310,7 @@ class Grammar:
         matcher = llguidance.LLMatcher(self._table, self._lark + OPTIONS, log_level=0, limits=limits)
         if matcher.is_error():
             raise NanoinferError(explain(matcher.get_error()))
-        return Lexer(matcher, self.num_bytes, self._freed)
+        return Lexer(matcher)
 
 
 def read_mask(matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:

@@ -25,8 +25,6 @@ from nanoinfer.utils.checks import show
 Schema = dict[str, Any]
 KEEPS_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties")
 """Keywords of an object that is left as it is."""
-MAX_OPTIONAL = 490
-"""Optional properties in a row. llguidance needs 4 items for each, of at most 2,000."""
 _OF_OBJECTS = ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties")
 _APPLIED = ("allOf", "anyOf", "oneOf", "$ref")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
@@ -195,24 +193,6 @@ def _discriminator(options: list[list[Any]]) -> str | None:
         if all(all(each) for each in values) and sum(map(len, sets)) == len(set().union(*sets)):
             return name
     return None
-
-
-def check(root: Schema) -> None:
-    """Raise NanoinferError if an object of a schema has more optional properties in a row than can be generated."""
-    for schema in reachable(root, [root]):
-        properties = schema.get("properties")
-        if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL:
-            continue
-        required = set(_required(schema))
-        run = longest = 0
-        for name in properties:
-            run = 0 if name in required else run + 1
-            longest = max(longest, run)
-        if longest > MAX_OPTIONAL:
-            raise NanoinferError(
-                f"structured_outputs.json: an object has {longest} optional properties in a row, the limit is"
-                f" {MAX_OPTIONAL}: add some of them to required, or split the object"
-            )
 
 
 def check_types(schema: Schema) -> None:

@@ -75,7 +75,7 @@ def own(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
         strict: whether a keyword that cannot be used is an error; else it is left out.
 
     Raises:
-        NanoinferError: as `schemas.check` and `schemas.check_types`.
+        NanoinferError: as `schemas.check_types`.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for part in schemas.reachable(copy, [copy]):
@@ -90,7 +90,6 @@ def own(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
             copy = {**root, **{key: value for key, value in copy.items() if key != "$ref"}}
     copy["type"] = "object"
     schemas.close(copy)
-    schemas.check(copy)
     return copy
 
 
