@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from helpers.errors import refuses
 from helpers.models import TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.models.model_info import ModelInfo
@@ -231,14 +230,3 @@ def test_a_schema_is_closed_in_time_linear_in_its_size() -> None:
     chain["d5000"] = properties("a")
     found = closed({"$defs": chain, "$ref": "#/$defs/d0"})
     assert all(d["additionalProperties"] is False for d in found["$defs"].values())
-
-
-def test_optional_properties_in_a_row_have_a_limit(compiler: Grammars) -> None:
-    limit = schemas.MAX_OPTIONAL
-    many = {f"p{i}": INTEGER for i in range(limit + 1)}
-    refuses(
-        lambda: compiler.compile(StructuredOutputsParams(json={"type": "object", "properties": many})),
-        f"an object has {limit + 1} optional properties in a row, the limit is {limit}",
-    )
-    schemas.check({"properties": many, "required": ["p200"]})
-    schemas.check({"properties": dict(list(many.items())[:limit])})

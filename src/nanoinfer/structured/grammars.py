@@ -10,8 +10,8 @@ process starts, and a few milliseconds later.
 
 A lexer is the table of states that all outputs with a grammar share. Masks add states to it when they first need them.
 llguidance bounds the number of states, but not their size, and does not say how large they are. So the number is
-chosen such that they fit MAX_GROWTH for most grammars, and a lexer that is full, or that took long to grow, is replaced
-by a new one: outputs move to it before their next mask, by consuming their tokens again.
+chosen such that they fit MAX_GROWTH for most grammars, and a lexer that is full is replaced by a new one: outputs move
+to it by consuming their tokens again.
 
 llguidance may panic. Then the lexer cannot be used any more by any output, and all of them move to a new one.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -55,10 +54,6 @@ MIN_STATES, MAX_STATES = 2_000, 20_000
 """Bounds of the number of states of a lexer."""
 MIN_MASKS = 8
 """Masks that a lexer must have computed for a full one to be replaced. Else a new one would be full at once, too."""
-FAST_SEC = 0.001
-"""CPU time of a mask that adds little to a lexer."""
-SLOW_SEC = 0.25
-"""CPU time beyond it, of all masks, after which a lexer is replaced."""
 _UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
 _PANIC = "panic: "  # how llguidance's messages about its own faults begin
 MAX_CACHED_BYTES = 256 << 20
@@ -218,7 +213,7 @@ class Lexer:
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
-        self._num_masks, self._slow_sec = 0, 0.0
+        self._num_masks = 0
         self._last: tuple[bytes, NDArray[np.bool_]] = (b"", np.zeros(0, np.bool_))
         self.worn = False
         """Whether outputs must move to another one."""
@@ -230,11 +225,7 @@ class Lexer:
         return self._matcher.deep_copy()
 
     def read_mask(self, matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
-        """Return the tokens that may come next, as `read_mask` does, and note how long that took.
-
-        Equal masks in succession, as those of free text are, are the same array.
-        """
-        start = time.thread_time()
+        """Return the tokens that may come next, as the function does. Equal masks in succession are the same array."""
         try:
             bits, mask = self._last
             if (found := read_bits(matcher)) != bits:
@@ -245,8 +236,6 @@ class Lexer:
             raise
         finally:
             self._num_masks += 1
-            self._slow_sec += max(0.0, time.thread_time() - start - FAST_SEC)
-            self.worn = self.worn or (self._slow_sec > SLOW_SEC and self._num_masks >= MIN_MASKS)
 
     def check(self, matcher: llguidance.LLMatcher) -> None:
         """Raise NanoinferError if a matcher has failed; LexerFailed if no matcher of this lexer can be used."""
