@@ -282,8 +282,8 @@ def test_a_stream_goes_on_in_every_step_of_a_long_text(tmp_path: Path) -> None:
     assert first + "".join(stream) == expected
 
 
-def test_scoring_waits_for_the_queue_and_frees_it_after_an_interrupt(tiny_folder: Path) -> None:
-    llm = LLM(str(tiny_folder), max_num_seqs=1, max_num_queued=1)
+def test_scoring_waits_for_its_turn_and_frees_it_after_an_interrupt(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), max_num_seqs=1)
     expected = llm.perplexity(TEXT)[0].log_likelihood
     _, stream = llm.stream_outputs(["Go", "To"], SamplingParams(max_tokens=5, temperature=0))
     next(stream)

@@ -9,7 +9,6 @@ is processed.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from nanoinfer.core.core import Core
 from nanoinfer.core.output_processor import describe
 from nanoinfer.entrypoints.streams import Ownership
-from nanoinfer.errors import NanoinferError, QueueFull, ResultError
+from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
 from nanoinfer.sampling_params import SamplingParams
@@ -29,9 +28,8 @@ from nanoinfer.utils.arrays import Array, to_numpy
 if TYPE_CHECKING:
     from nanoinfer.tokenizers.tokenizer import Tokenizer
 
-MIN_SCORED = 256
-"""Positions whose logits are not read yet, of the requests that are queued at a time: enough to fill the steps. Not
-more, so that other requests find places."""
+PRIORITY = 1
+"""Priority of the requests: others, which have 0 by default, are admitted first, however many texts wait."""
 Logits = NDArray[np.float32]
 T = TypeVar("T")
 Read = Callable[[Logits, list[int]], "list[T]"]
@@ -162,7 +160,7 @@ def split_pair(encode: Callable[[str], list[int]], context: str, continuation: s
     return context_ids, encode(bare + continuation)[len(context_ids) :]
 
 
-def score(core: Core, texts: Iterable[Scored], read: Read[T], salt: str | None = None) -> Iterator[list[T]]:
+def score(core: Core, texts: Iterable[Scored], read: Read[T]) -> Iterator[list[T]]:
     """Yield, in order, what `read` returns for the scored tokens of each text.
 
     Steps run until the texts are scored; other requests go on in them.
@@ -171,51 +169,34 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T], salt: str | None =
         core: of the model.
         texts: at most block_size + 1 tokens each, of which the last at least is scored.
         read: called for each part of a text.
-        salt: only requests of the same salt share prefixes.
 
     Raises:
-        NanoinferError: a text can never be processed (see `Request.check`).
+        NanoinferError: a text can never be processed (see `Request.check`), or more than max_num_queued would wait.
         ResultError: `read` has raised it, the engine has failed, or an interrupt in another thread ended the request.
     """
-    requests: deque[Request] = deque()
-    values: dict[Request, list[T]] = {}
-    left = iter(texts)
-    more = next(left, None)
-    with Ownership(core, requests):
-        while more is not None or requests:
-            while more is not None and sum(_num_unread(r) for r in requests) < MIN_SCORED:
-                request, found = _request(core, more, read, salt)
-                requests.append(request)
-                values[request] = found
-                try:
-                    core.submit([request])
-                except QueueFull:  # it gets shorter with each step
-                    requests.pop()
-                    break
-                more = next(left, None)
-            core.step(until=lambda: bool(requests) and requests[0].finished)
-            while requests and requests[0].finished:
-                (sequence,) = requests[0].sequences
-                if sequence.finish_reason != "stop":
-                    raise ResultError(sequence.error or "the text was not scored: another call was interrupted")
-                yield values.pop(requests.popleft())
+    pending = [_request(core, text, read) for text in texts]
+    with Ownership(core, requests := [request for request, _ in pending]):
+        core.submit(requests)
+        for request, values in pending:
+            while not request.finished:
+                core.step(until=lambda request=request: request.finished)
+            (sequence,) = request.sequences
+            if sequence.finish_reason != "stop":
+                raise ResultError(sequence.error or "the text was not scored: another call was interrupted")
+            yield values
 
 
-def _request(core: Core, text: Scored, read: Read[T], salt: str | None) -> tuple[Request, list[T]]:
+def _request(core: Core, text: Scored, read: Read[T]) -> tuple[Request, list[T]]:
     """Return a request that scores a text, and the list that its values are appended to."""
     ids, first = text
-    found: list[T] = []
+    values: list[T] = []
 
     def append(logits: Array, target_ids: list[int]) -> None:
-        found.extend(read(to_numpy(logits), target_ids))
+        values.extend(read(to_numpy(logits), target_ids))
 
-    request = core.make(None, ids[:-1], SamplingParams(max_tokens=1), 0, salt=salt)
+    request = core.make(None, ids[:-1], SamplingParams(max_tokens=1), 0, priority=PRIORITY)
     request.prompt_reads = PromptReads(ids[1:], first - 1, append)
-    return request, found
-
-
-def _num_unread(request: Request) -> int:
-    return request.prompt_reads.num_unread if request.prompt_reads is not None else 0
+    return request, values
 
 
 def _token_logprobs(logits: Logits, target_ids: list[int]) -> list[tuple[float, bool]]:
