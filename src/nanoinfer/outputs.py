@@ -63,16 +63,16 @@ class ChatMessage:
 
     def as_message(self) -> dict[str, Any]:
         """Return it as a message for `LLM.chat`. A call that was cut off is left out."""
-        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
-            made["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         calls = [call for call in self.tool_calls if call.is_complete]
         if calls:
-            made["tool_calls"] = [
+            message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        return made if calls or self.content is not None else {**made, "content": ""}
+        return message if calls or self.content is not None else {**message, "content": ""}
 
 
 @dataclass(frozen=True)

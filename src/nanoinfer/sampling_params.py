@@ -82,9 +82,9 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         keep_fields(self, "structured_outputs.")
-        given = self._given
-        if len(given) != 1:
-            what = " and ".join(given) or "nothing"
+        kinds = self._given
+        if len(kinds) != 1:
+            what = " and ".join(kinds) or "nothing"
             raise NanoinferError(f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}")
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", _as_text(self.json))
@@ -94,14 +94,16 @@ class StructuredOutputsParams:
             self._check_choices()
 
     def _check_choices(self) -> None:
-        given: Any = self.choice
-        if isinstance(given, str) or not isinstance(given, (list, tuple)) or not 1 <= len(given) <= MAX_CHOICES:
-            raise NanoinferError(f"structured_outputs.choice={show(given)} is not a list of 1 to {MAX_CHOICES} strings")
-        for text in given:
+        choices: Any = self.choice
+        if isinstance(choices, str) or not isinstance(choices, (list, tuple)) or not 1 <= len(choices) <= MAX_CHOICES:
+            raise NanoinferError(
+                f"structured_outputs.choice={show(choices)} is not a list of 1 to {MAX_CHOICES} strings"
+            )
+        for text in choices:
             if not isinstance(text, str) or not text:
                 raise NanoinferError(f"structured_outputs.choice: {show(text)} is not a non-empty string")
-        _check_text("structured_outputs.choice", "".join(given))
-        object.__setattr__(self, "choice", tuple(given))
+        _check_text("structured_outputs.choice", "".join(choices))
+        object.__setattr__(self, "choice", tuple(choices))
 
     @property
     def _given(self) -> list[str]:
@@ -118,18 +120,10 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 def _as_text(schema: Mapping[str, Any]) -> str:
     """Return a JSON schema as text, in the order of its keys."""
-    parts, size = [], 0
-    try:  # in parts: json.dumps would stop all other threads for the whole of a megabyte
-        for part in json.JSONEncoder(allow_nan=False, ensure_ascii=False).iterencode(schema):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_GRAMMAR_CHARS:
-                break
+    try:
+        return json.dumps(schema, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as e:
         raise NanoinferError(f"structured_outputs.json={show(schema)} is not JSON: {one_line(e)}") from None
-    if size > MAX_GRAMMAR_CHARS:
-        raise NanoinferError(f"structured_outputs.json has more than {MAX_GRAMMAR_CHARS} characters: shorten it")
-    return "".join(parts)
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -233,9 +227,7 @@ class SamplingParams:
         if self.max_tokens is None and self.overflow == "slide":
             raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
         if self.slide_stride is not None and self.overflow != "slide":
-            raise NanoinferError(
-                f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
-            )
+            raise NanoinferError(f"slide_stride={show(self.slide_stride)} needs overflow='slide'")
         if self.truncate_prompt_tokens == 0:
             raise NanoinferError("truncate_prompt_tokens=0 leaves no prompt: give 1 or more, or -1")
         if self.stop and not self.detokenize:
@@ -247,14 +239,14 @@ class SamplingParams:
         for f in fields(self):
             if not str(f.type).startswith("tuple["):
                 continue
-            name, given = f.name, getattr(self, f.name)
+            name, value = f.name, getattr(self, f.name)
             try:
-                items = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+                items = () if value is None else (value,) if isinstance(value, str) else tuple(value)
             except TypeError:
-                raise NanoinferError(f"{name}={show(given)} is not a list") from None
-            if isinstance(given, str) and name != "stop":
-                raise NanoinferError(f"{name}={show(given)} is not a list")
-            if name == "allowed_token_ids" and not items and not isinstance(given, (tuple, type(None))):
+                raise NanoinferError(f"{name}={show(value)} is not a list") from None
+            if isinstance(value, str) and name != "stop":
+                raise NanoinferError(f"{name}={show(value)} is not a list")
+            if name == "allowed_token_ids" and not items and not isinstance(value, (tuple, type(None))):
                 raise NanoinferError("allowed_token_ids is empty: it excludes every token; leave it out, or list ids")
             if "str" not in str(f.type):
                 items = tuple(require_int(name, token_id, 0) for token_id in items)
@@ -265,28 +257,21 @@ class SamplingParams:
 
     def _keep_objects(self) -> None:
         """Store what names and mappings stand for."""
-        try:
-            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
-        except ValueError:
-            kinds = ", ".join(kind.value for kind in RequestOutputKind)
-            raise NanoinferError(f"output_kind={show(self.output_kind)} is unknown: use one of {kinds}") from None
+        require_choice("output_kind", self.output_kind, tuple(kind.value for kind in RequestOutputKind))
+        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.logit_bias is not None:
-            try:
-                items = dict(self.logit_bias).items()
-            except (TypeError, ValueError):
-                raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
+            if not isinstance(self.logit_bias, Mapping):
+                raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias")
             biases = {
                 require_int("logit_bias token id", i, 0): require_float(f"logit_bias[{show(i)}]", bias, -1e6, 1e6)
-                for i, bias in items
+                for i, bias in self.logit_bias.items()
             }
             object.__setattr__(self, "logit_bias", biases)
         structured: Any = self.structured_outputs
         if isinstance(structured, Mapping):
             names = [f.name for f in fields(StructuredOutputsParams)]
-            if unknown := [key for key in structured if key not in names]:
-                raise NanoinferError(
-                    f"structured_outputs has the unknown field {show(unknown[0])}: use {', '.join(names)}"
-                )
+            for key in structured.keys() - {*names}:
+                raise NanoinferError(f"structured_outputs has the unknown field {show(key)}: use {', '.join(names)}")
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**structured))
         elif structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise NanoinferError(f"structured_outputs={show(structured)} is not a StructuredOutputsParams")

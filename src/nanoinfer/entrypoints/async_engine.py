@@ -157,7 +157,7 @@ def _completion(s: Sequence, received: _Received, output_kind: str) -> Completio
     values, total = request_outputs.logprobs_of(s), None
     if values is not None:
         token_ids, values = s.token_ids[first : first + end], values[:end]
-        total = sum(found[token].logprob for token, found in zip(token_ids, values, strict=True))
+        total = sum(logprobs[token].logprob for token, logprobs in zip(token_ids, values, strict=True))
     return CompletionOutput(
         s.sample_index,
         text,
@@ -223,8 +223,8 @@ class AsyncEngine:
             return
         try:
             workers = next(making)
-        except StopIteration as made:
-            request.request = made.value
+        except StopIteration as end:
+            request.request = end.value
             self._commands.put(request)
         except Exception as e:
             self._forget(request)
@@ -236,8 +236,8 @@ class AsyncEngine:
         """Cancel a request whose iterator has ended. A finalizer may call it."""
         request.dropped = True
         self._forget(request)
-        if (made := request.request) is not None:
-            self.core.cancel([made])  # even if many commands are queued
+        if (prepared := request.request) is not None:
+            self.core.cancel([prepared])  # even if many commands are queued
         self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -286,11 +286,11 @@ class AsyncEngine:
                     self._fail(e)
         finally:
             self._closed = True
-            left = list(self._registered.values())
+            unfinished = list(self._registered.values())
             self._registered.clear()
-            self._send([(r, NanoinferError(CLOSED)) for r in left])
+            self._send([(r, NanoinferError(CLOSED)) for r in unfinished])
             with suppress(Exception):  # an engine that fails has told the requests why
-                self.core.abort(*(r.request for r in left if r.request is not None))
+                self.core.abort(*(r.request for r in unfinished if r.request is not None))
             self.ended.set_result(None)
 
     def _run_commands(self) -> bool:
@@ -310,22 +310,22 @@ class AsyncEngine:
 
     def _update(self, request: AsyncRequest) -> None:
         """Submit a request, or end it if its iterator has ended or `abort` was called."""
-        made = request.request
-        if made is None:  # ended before it was prepared: it comes again when it is
+        prepared = request.request
+        if prepared is None:  # ended before it was prepared: it comes again when it is
             return
-        if made.request_id in self._submitted:
-            self.core.cancel([made])
+        if prepared.request_id in self._submitted:
+            self.core.cancel([prepared])
         elif request.aborted and not request.dropped:
-            self.core.abort(made)
-            self._end(request, self._result(request, self.core.output(made)))
+            self.core.abort(prepared)
+            self._end(request, self._result(request, self.core.output(prepared)))
         elif not request.dropped:
-            made.queue = self._queue
+            prepared.queue = self._queue
             try:
-                self.core.submit([made])
+                self.core.submit([prepared])
             except Exception as e:  # for example, the queue is full
                 self._end(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))
             else:
-                self._submitted[made.request_id] = request
+                self._submitted[prepared.request_id] = request
 
     def _send_queue(self, reason: str = INTERRUPTED) -> None:
         """Send what steps have produced.
@@ -337,15 +337,15 @@ class AsyncEngine:
         while self._queue:
             item = self._queue.popleft()
             request_id = cast(int, item.request_id)
-            if (request := self._submitted.get(request_id)) is None or (made := request.request) is None:
+            if (request := self._submitted.get(request_id)) is None or (prepared := request.request) is None:
                 continue
-            at_end = made.params.num_sequences > made.params.n  # best_of: the outputs are chosen at the end
+            at_end = prepared.params.num_sequences > prepared.params.n  # best_of: the outputs are chosen at the end
             if isinstance(item, RequestOutput):
                 del self._submitted[request_id]
                 self._forget(request)
                 sent.append((request, self._result(request, item, reason)))
             elif item.error is not None and not at_end:  # the request fails with one of its sequences
-                self.core.cancel([] if made.finished else [made])
+                self.core.cancel([] if prepared.finished else [prepared])
             elif request.output_kind != FINAL_ONLY and not at_end:
                 sent.append((request, item))
         self._send(sent)
@@ -363,8 +363,8 @@ class AsyncEngine:
     def _end(self, request: AsyncRequest, item: Item) -> None:
         """Forget a request, and send its output or error."""
         self._forget(request)
-        if (made := request.request) is not None:
-            self._submitted.pop(made.request_id, None)
+        if (prepared := request.request) is not None:
+            self._submitted.pop(prepared.request_id, None)
         self._send([(request, item)])
 
     def _result(self, request: AsyncRequest, output: RequestOutput, reason: str = INTERRUPTED) -> Item:

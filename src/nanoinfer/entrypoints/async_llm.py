@@ -186,13 +186,13 @@ class AsyncLLM:
         """
         if output_kind is None:
             output_kind = getattr(sampling_params, "output_kind", CUMULATIVE)
-        given, reader = ChatOptions(**options), AnswerReader(deltas=output_kind == DELTA)
+        chat_options, reader = ChatOptions(**options), AnswerReader(deltas=output_kind == DELTA)
 
         def prompt() -> ChatPrompt:
             params = self.llm.requests.defaults if sampling_params is None else sampling_params
-            made = chat_prompt(self.llm.formatter, as_conversation(messages), given, params)
-            reader.answers = made.answers
-            return made
+            rendered = chat_prompt(self.llm.formatter, as_conversation(messages), chat_options, params)
+            reader.answers = rendered.answers
+            return rendered
 
         making = self._make(prompt, sampling_params, priority, check, salt=cache_salt)
         return self._stream(making, request_id, output_kind, sampling_params, reader)
@@ -210,25 +210,25 @@ class AsyncLLM:
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         params = factory.defaults if params is None else params
-        given, chat = prompt(), None
-        if isinstance(given, ChatPrompt):
-            chat, params = given, given.params
-            given = {"prompt": chat.text, "cache_salt": salt}
+        source, chat = prompt(), None
+        if isinstance(source, ChatPrompt):
+            chat, params = source, source.params
+            source = {"prompt": chat.text, "cache_salt": salt}
         salts: list[str | None] = []
-        (found,) = as_list([given], salts)
-        text = found if isinstance(found, str) else None
+        (content,) = as_list([source], salts)
+        text = content if isinstance(content, str) else None
         if text is not None:
             factory.check_fits(text, params)
         if len(text or "") > LONG_TEXT:
             yield threads.tokenizing
-        found = factory.fit(found, params, rendered=chat is not None)
+        content = factory.fit(content, params, rendered=chat is not None)
         if check is not None:
-            check(len(found))
+            check(len(content))
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
             if chat is not None:
                 params = chat.compiled(factory).params
-        request = factory.make(found, params, salt=salts[0], priority=priority)
+        request = factory.make(content, params, salt=salts[0], priority=priority)
         request.prompt = text
         return request
 
@@ -332,9 +332,9 @@ class AsyncLLM:
 
     async def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of the prompt of a conversation. Arguments and errors: see `LLM.apply_chat_template`."""
-        given = ChatOptions(**options)
+        chat_options = ChatOptions(**options)
         render = self.llm.formatter.render
-        text = await self._running().preparing.run(lambda: render(as_conversation(messages), given))
+        text = await self._running().preparing.run(lambda: render(as_conversation(messages), chat_options))
         return await self._workers(len(text)).run(lambda: self.llm.formatter.encode(text))
 
     def _workers(self, size: int) -> Workers:

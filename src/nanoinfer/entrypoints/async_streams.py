@@ -154,13 +154,13 @@ class MergedStreams(AsyncIterator[Found]):
             while self._open:
                 if self._error is not None:
                     raise self._error
-                if found := self._left or self._take_ready():
+                if outputs := self._left or self._take_ready():
                     self._left = []
-                    for at, (i, output) in enumerate(found):
+                    for at, (i, output) in enumerate(outputs):
                         if self._open[i].unread:
-                            found[at] = i, await self._open[i].read(output)
-                    self._report(found)
-                    return found
+                            outputs[at] = i, await self._open[i].read(output)
+                    self._report(outputs)
+                    return outputs
                 self._event.clear()
                 self._waiting = True
                 try:
@@ -176,11 +176,11 @@ class MergedStreams(AsyncIterator[Found]):
         """Give what has arrived to the sink, or wake the task."""
         if self._waiting and self.sink is not None and self._error is None and not self._left and self.sink.is_ready():
             try:
-                found = self._take_ready()
-                if any(self._open[i].unread for i, _ in found) or not self.sink.write(found):
-                    self._left = found
+                outputs = self._take_ready()
+                if any(self._open[i].unread for i, _ in outputs) or not self.sink.write(outputs):
+                    self._left = outputs
                 else:
-                    self._report(found)
+                    self._report(outputs)
                     if self._open:
                         return
             except Exception as e:
@@ -190,11 +190,11 @@ class MergedStreams(AsyncIterator[Found]):
     def _take_ready(self) -> Found:
         return [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]
 
-    def _report(self, found: Found) -> None:
+    def _report(self, outputs: Found) -> None:
         """Report outputs that were taken, and forget the streams that they end."""
         if self._observe is not None:
-            self._observe([(i, output, self._open[i].finished) for i, output in found])
-        for i, _ in found:
+            self._observe([(i, output, self._open[i].finished) for i, output in outputs])
+        for i, _ in outputs:
             if self._open[i].finished:
                 del self._open[i]
 

@@ -244,20 +244,20 @@ class AnswerReader:
             return replace(o, message=ChatMessage(o.text))
         if (state := self._states.get(o.index)) is None:
             state = self._states[o.index] = _State(self.answers.parser())
-        made = state.parser.feed(o.text if self._deltas else o.text[state.num_chars :])
+        deltas = state.parser.feed(o.text if self._deltas else o.text[state.num_chars :])
         state.num_chars = len(o.text)
         message, num_reasoning = None, None
         if self._deltas:
             state.token_ids += o.token_ids
         if o.finish_reason is not None:
-            made += state.parser.finish(is_cut=o.finish_reason != "stop" or isinstance(o.stop_reason, str))
+            deltas += state.parser.finish(is_cut=o.finish_reason != "stop" or isinstance(o.stop_reason, str))
             message = state.parser.message()
             token_ids = state.token_ids if self._deltas else o.token_ids
             num_reasoning = self.answers.num_reasoning_tokens(message, token_ids)
         elif not self._deltas:
             message = state.parser.message()
         return replace(
-            o, message=message, message_deltas=made if self._deltas else None, num_reasoning_tokens=num_reasoning
+            o, message=message, message_deltas=deltas if self._deltas else None, num_reasoning_tokens=num_reasoning
         )
 
 
@@ -396,10 +396,10 @@ class Conversation:
             text, token_ids = self._known[0]
             params, reason = request.params, answer.stop_reason
             ended = isinstance(reason, int) and not params.include_stop_str_in_output
-            made = answer.token_ids[:-1] if ended else answer.token_ids
+            answer_ids = answer.token_ids[:-1] if ended else answer.token_ids
             # The tokens of a stop string are not in the text, and special tokens may not be.
-            if not isinstance(reason, str) and not self._requests.hides_any(made, params):
-                self._known = [(text, token_ids), (text + answer.text, token_ids + made)]
+            if not isinstance(reason, str) and not self._requests.hides_any(answer_ids, params):
+                self._known = [(text, token_ids), (text + answer.text, token_ids + answer_ids)]
         self._request = None
 
     def reset(self) -> None:
@@ -411,12 +411,12 @@ class Conversation:
         """Return the options of reasoning that are given and change nothing, because the chat template has none."""
         options = self._options
         probes: dict[str, tuple[Any, ...]] = {"enable_thinking": (True, False), "reasoning_effort": ("none", "low")}
-        given = [name for name in probes if getattr(options, name) is not None]
-        found = [name for name in given if len({self._probe(name, value) for value in probes[name]}) == 1]
+        set_options = [name for name in probes if getattr(options, name) is not None]
+        unread = [name for name in set_options if len({self._probe(name, value) for value in probes[name]}) == 1]
         budget = options.thinking_token_budget
         if budget is not None and not self._formatter.format(options.chat_template).reasoning_end:
-            found.append("thinking_token_budget")
-        return found
+            unread.append("thinking_token_budget")
+        return unread
 
     def _probe(self, option: str, value: Any) -> str:
         """Return the prompt of a short message with a value of an option; where it has none, the value."""

@@ -45,19 +45,19 @@ class RequestFactory:
             NanoinferError: one of them is invalid.
         """
         if self._defaults is None:
-            self._defaults = model_defaults(given := self._model.sampling_defaults)
-            if given:
+            self._defaults = model_defaults(from_model := self._model.sampling_defaults)
+            if from_model:
                 log.warning(
                     "sampling parameters that are not given are those of the model's generation_config.json (%s);"
                     " generation_config='vllm' (--generation-config vllm) leaves them out",
-                    ", ".join(f"{name}={value}" for name, value in given.items()),
+                    ", ".join(f"{name}={value}" for name, value in from_model.items()),
                 )
         return self._defaults
 
-    def merge(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
-        """Return parameters with those of the model's generation_config.json where their field is not in `given`."""
+    def merge(self, params: SamplingParams, explicit: Collection[str]) -> SamplingParams:
+        """Return parameters with those of the model's generation_config.json where their field is not in `explicit`."""
         fields = ["max_tokens" if name == "max_new_tokens" else name for name in self._model.sampling_defaults]
-        return replace(params, **{name: getattr(self.defaults, name) for name in fields if name not in given})
+        return replace(params, **{name: getattr(self.defaults, name) for name in fields if name not in explicit})
 
     def per_prompt(self, params: Params | Sequence[Params] | None, count: int) -> list[Params]:
         """Return the parameters of each of `count` prompts. Raises NanoinferError for another number of them."""
@@ -124,9 +124,9 @@ class RequestFactory:
             )  # fmt: skip
         return request
 
-    def compile(self, wanted: StructuredOutputsParams) -> Grammar:
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Return a grammar, which `make` then has already. Raises NanoinferError as `Grammars.compile`."""
-        return self._grammars.compile(wanted)
+        return self._grammars.compile(params)
 
     def fit(self, prompt: str | list[int], params: Params, *, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt that is to be continued, after truncate_prompt_tokens.
@@ -145,12 +145,12 @@ class RequestFactory:
             self.check_fits(prompt, params)
         encode = self._model.require_tokenizer().encode if isinstance(prompt, str) and rendered else self.token_ids
         token_ids = self._or_start(encode(prompt))  # type: ignore[arg-type]
-        most = getattr(params, "truncate_prompt_tokens", None) or len(token_ids)
-        most = self._core.engine.limits.block_size if most == -1 else most
-        if len(token_ids) <= most:
+        limit = getattr(params, "truncate_prompt_tokens", None) or len(token_ids)
+        limit = self._core.engine.limits.block_size if limit == -1 else limit
+        if len(token_ids) <= limit:
             return token_ids
         start = None if rendered or not isinstance(prompt, str) else self._model.require_tokenizer().bos_token_id
-        return token_ids[-most:] if start is None else [start, *token_ids[len(token_ids) - most + 1 :]]
+        return token_ids[-limit:] if start is None else [start, *token_ids[len(token_ids) - limit + 1 :]]
 
     def check_fits(self, text: str, params: Params | None) -> None:
         """Raise NanoinferError if a long prompt has too many tokens for the context, however it is tokenized.
@@ -240,9 +240,9 @@ class RequestFactory:
         encode = self._model.require_tokenizer().encode
         for word in words:
             bare = word.lstrip() or word
-            found = [encode(bare)]
+            sequences = [encode(bare)]
             with suppress(NanoinferError):  # a vocabulary of characters without the space
                 spaced = encode(f" {bare}")
-                if len(spaced) == len(found[0]) and spaced[:1] != found[0][:1]:
-                    found.append(spaced)
-            yield from (ids for ids in found if ids and max(ids) < self._model.vocab_size)
+                if len(spaced) == len(sequences[0]) and spaced[:1] != sequences[0][:1]:
+                    sequences.append(spaced)
+            yield from (ids for ids in sequences if ids and max(ids) < self._model.vocab_size)

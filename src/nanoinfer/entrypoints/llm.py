@@ -265,12 +265,12 @@ class LLM:
                 template refuses the messages or exceeds a limit (docs/chat.md).
             TypeError: an option is unknown.
         """
-        given, many = ChatOptions(**options), as_conversations(messages)
+        chat_options, many = ChatOptions(**options), as_conversations(messages)
         each = self.requests.per_prompt(sampling_params, len(many))
         prompts, tokens = [], []
         for i, (conversation, params) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many), "conversation"):
-                prompt = chat_prompt(self.formatter, conversation, given, params)
+                prompt = chat_prompt(self.formatter, conversation, chat_options, params)
                 tokens.append({"prompt_token_ids": self.requests.fit(prompt.text, params, rendered=True)})
                 prompts.append(prompt.compiled(self.requests))
         outputs = self.generate(tokens, [prompt.params for prompt in prompts], use_tqdm=use_tqdm)
@@ -391,11 +391,11 @@ class LLM:
                 pair = self.requests.pair(context, continuation)
                 scoring.check_continuation(pair[1], self.config.block_size)
                 pairs.append(pair)
-        found = scoring.loglikelihoods(self.core, pairs)
+        scored = scoring.loglikelihoods(self.core, pairs)
         outputs = []
         for i in range(len(pairs)):
             with numbered(i, len(pairs), "continuation"):
-                outputs.append(next(found))
+                outputs.append(next(scored))
         return outputs
 
     def perplexity(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.core.core import Core
 from nanoinfer.core.output_processor import describe
-from nanoinfer.entrypoints.streams import Ownership
+from nanoinfer.entrypoints.streams import Ownership, all_finished
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
@@ -53,8 +53,8 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
     total = 0.0
     parts = list(windows(len(ids), core.engine.limits.block_size, stride))
     texts = ((ids[start:end], first - start) for start, first, end in parts)
-    for (_, _, end), found in zip(parts, score(core, texts, _token_logprobs), strict=True):
-        total += sum(logprob for logprob, _ in found)
+    for (_, _, end), values in zip(parts, score(core, texts, _token_logprobs), strict=True):
+        total += sum(logprob for logprob, _ in values)
         if not math.isfinite(total):
             raise _overflowed(f"the log-likelihood of its first {end} tokens is {total}")
         if progress is not None:
@@ -76,9 +76,9 @@ def loglikelihoods(core: Core, pairs: list[tuple[list[int], list[int]]]) -> Iter
             ids = [*context_ids, *token_ids][-(block_size + 1) :]
             yield ids, len(ids) - len(token_ids)
 
-    for (context_ids, token_ids), found in zip(pairs, score(core, texts(), _token_logprobs), strict=True):
+    for (context_ids, token_ids), scored in zip(pairs, score(core, texts(), _token_logprobs), strict=True):
         dropped = max(0, len(context_ids) + len(token_ids) - (block_size + 1))
-        yield _loglikelihood(token_ids, found, dropped)
+        yield _loglikelihood(token_ids, scored, dropped)
 
 
 def check_continuation(token_ids: list[int], block_size: int) -> None:
@@ -90,11 +90,11 @@ def check_continuation(token_ids: list[int], block_size: int) -> None:
         )
 
 
-def _loglikelihood(token_ids: list[int], found: list[tuple[float, bool]], dropped: int) -> LoglikelihoodOutput:
-    values = [logprob for logprob, _ in found]
+def _loglikelihood(token_ids: list[int], scored: list[tuple[float, bool]], dropped: int) -> LoglikelihoodOutput:
+    values = [logprob for logprob, _ in scored]
     if not math.isfinite(total := sum(values)):
         raise _overflowed(f"the log-likelihood of the continuation is {total}")
-    greedy = all(is_greedy for _, is_greedy in found)
+    greedy = all(is_greedy for _, is_greedy in scored)
     return LoglikelihoodOutput(token_ids, values, total, greedy, len(token_ids), dropped)
 
 
@@ -121,12 +121,14 @@ def read_prompt_logprobs(request: Request, count: int, tokenizer: Tokenizer | No
         )
     if (largest := max(ids)) >= vocab_size:
         raise NanoinferError(f"prompt_logprobs: token id {largest} is not less than vocab_size={vocab_size}")
-    found: list[dict[int, Logprob] | None] = [None]
+    logprobs: list[dict[int, Logprob] | None] = [None]
 
     def append(logits: Array, target_ids: list[int]) -> None:
-        found.extend(_described(to_numpy(logits), target_ids, count=count, tokenizer=tokenizer, vocab_size=vocab_size))
+        logprobs.extend(
+            _described(to_numpy(logits), target_ids, count=count, tokenizer=tokenizer, vocab_size=vocab_size)
+        )
 
-    request.prompt_logprobs = found
+    request.prompt_logprobs = logprobs
     if len(ids) > 1:
         request.prompt_reads = PromptReads(ids[1:], 0, append)
 
@@ -178,8 +180,9 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T]) -> Iterator[list[T
     with Ownership(core, requests := [request for request, _ in pending]):
         core.submit(requests)
         for request, values in pending:
-            while not request.finished:
-                core.step(until=lambda request=request: request.finished)
+            finished = all_finished([request])
+            while not finished():
+                core.step(until=finished)
             (sequence,) = request.sequences
             if sequence.finish_reason != "stop":
                 raise ResultError(sequence.error or "the text was not scored: another call was interrupted")
@@ -225,13 +228,13 @@ def _described(
     Raises:
         ResultError: the logits are not finite.
     """
-    found: list[dict[int, Logprob] | None] = []
+    entries: list[dict[int, Logprob] | None] = []
     for row, target in zip(logits[:, :vocab_size], target_ids, strict=True):
         logprobs = find_logprobs(row, target, count) or {}
         if not math.isfinite(logprobs[target][0]):
             raise ResultError(not_finite())
-        found.append(describe(tokenizer, logprobs))
-    return found
+        entries.append(describe(tokenizer, logprobs))
+    return entries
 
 
 def _overflowed(what: str) -> ResultError:

@@ -99,14 +99,14 @@ def llm_signature() -> Signature:
     )
 
 
-def model_defaults(given: Mapping[str, Any]) -> SamplingParams:
+def model_defaults(values: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters that a model's generation_config.json has: {"max_new_tokens": 9} -> max_tokens=9.
 
     Raises:
         NanoinferError: one of them is invalid.
     """
     try:
-        return SamplingParams(**{"max_tokens" if name == "max_new_tokens" else name: v for name, v in given.items()})
+        return SamplingParams(**{"max_tokens" if name == "max_new_tokens" else name: v for name, v in values.items()})
     except NanoinferError as e:
         raise NanoinferError(f"generation_config.json: {e}: give SamplingParams, or generation_config='vllm'") from None
 

@@ -99,7 +99,7 @@ class Grammars:
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._workers = Workers("nanoinfer-masks", 1, around=processes.computing)
 
-    def compile(self, wanted: StructuredOutputsParams) -> Grammar:
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Return the grammar for parameters, one that was compiled before if there is one.
 
         Raises:
@@ -109,45 +109,45 @@ class Grammars:
         if self._generation != processes.generation():  # a forked child has none of the parent's threads
             self._start()
         with self._lock:
-            found = self._cached.get(wanted)
-            is_new = found is None
-            if found is None:
-                found = self._cached[wanted] = Future()
-            self._cached.move_to_end(wanted)
+            future = self._cached.get(params)
+            is_new = future is None
+            if future is None:
+                future = self._cached[params] = Future()
+            self._cached.move_to_end(params)
         if is_new:
             try:
                 with processes.computing():
-                    found.set_result(self._compile(wanted))
+                    future.set_result(self._compile(params))
             except BaseException as e:
                 with self._lock:
-                    self._cached.pop(wanted, None)
-                found.set_exception(e if isinstance(e, Exception) else NanoinferError(f"interrupted: {one_line(e)}"))
+                    self._cached.pop(params, None)
+                future.set_exception(e if isinstance(e, Exception) else NanoinferError(f"interrupted: {one_line(e)}"))
                 raise
             self._evict()
-        return found.result()
+        return future.result()
 
     def _evict(self) -> None:
         """Release the grammars that were not used for the longest time, beyond MAX_CACHED_BYTES."""
         released, num_bytes = [], 0
         with self._lock:
-            for wanted, found in reversed(list(self._cached.items())):
-                if found.done() and found.exception() is None:  # else it is being compiled, or about to be removed
-                    num_bytes += found.result().num_bytes
+            for params, future in reversed(list(self._cached.items())):
+                if future.done() and future.exception() is None:  # else it is being compiled, or about to be removed
+                    num_bytes += future.result().num_bytes
                     if num_bytes > MAX_CACHED_BYTES:
-                        released.append(self._cached.pop(wanted).result())
+                        released.append(self._cached.pop(params).result())
         for grammar in released:
             grammar.release()
         if released:
             self._workers.put(processes.trim_memory)
 
-    def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
-        name = f"structured_outputs.{wanted.kind}"
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        name = f"structured_outputs.{params.kind}"
         try:
             import llguidance  # noqa: F401
         except ImportError:
             raise NanoinferError(f"structured_outputs: {missing_extra('llguidance', 'structured')}") from None
         vocabulary = self._table()
-        request = {"text": to_text(wanted), "convert": wanted.grammar is not None}
+        request = {"text": to_text(params), "convert": params.grammar is not None}
         answer = self._checker.ask(json.dumps(request).encode() + b"\n")
         if answer["error"] is not None:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
@@ -172,25 +172,25 @@ class Grammars:
             return self._vocabulary
 
 
-def to_text(wanted: StructuredOutputsParams) -> str:
+def to_text(params: StructuredOutputsParams) -> str:
     """Return the grammar in Lark, or as it was given. Raises NanoinferError if a schema is not JSON."""
-    if wanted.json is not None or wanted.json_object:
-        schema: dict[str, Any] = {"type": "object"} if wanted.json is None else _schema(str(wanted.json))
+    if params.json is not None or params.json_object:
+        schema: dict[str, Any] = {"type": "object"} if params.json is None else _schema(str(params.json))
         schemas.rewrite(schema)
-        if wanted.disable_additional_properties:
+        if params.disable_additional_properties:
             schemas.close(schema)
-        compact = wanted.disable_any_whitespace
+        compact = params.disable_any_whitespace
         white_space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         schema.setdefault("x-guidance", white_space)
         return f"start: %json {json.dumps(schema)}"
-    if wanted.choice is not None:
-        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, wanted.choice))}"
-    if wanted.regex is not None:
+    if params.choice is not None:
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}"
+    if params.regex is not None:
         from llguidance import LLMatcher
 
-        made: str = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]
-        return made
-    return str(wanted.grammar)
+        lark: str = json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]["lark_grammar"]
+        return lark
+    return str(params.grammar)
 
 
 def _schema(text: str) -> dict[str, Any]:
@@ -228,8 +228,8 @@ class Lexer:
         """Return the tokens that may come next, as the function does. Equal masks in succession are the same array."""
         try:
             bits, mask = self._last
-            if (found := read_bits(matcher)) != bits:
-                self._last = found, mask = found, unpack(found)
+            if (new := read_bits(matcher)) != bits:
+                self._last = new, mask = new, unpack(new)
             return mask
         except LexerFailed:
             self.worn = True

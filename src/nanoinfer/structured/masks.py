@@ -289,7 +289,7 @@ class MaskedRows:
         for (row, _), some in zip(groups, kept, strict=True):
             some = [] if row in self.errors else some[: self._num_masked.get(row)]
             if (raw := self._raw.get(row)) is not None:
-                some = add_logprobs(raw, [found.token_id for found in some], [row] * len(some))
+                some = add_logprobs(raw, [sampled.token_id for sampled in some], [row] * len(some))
             finished.append(some)
         return finished
 

@@ -120,12 +120,12 @@ def options(root: Any, schema: Any, inherit: bool = True) -> list[Any]:
         inherit: whether options have the type that is beside anyOf, oneOf or $ref, and lists of types are options.
             Otherwise the result has schemas of the document, no copies.
     """
-    found: list[Any] = []
+    leaves: list[Any] = []
     pending, followed = [schema], set()
     while pending:
         part = pending.pop()
         if not isinstance(part, Mapping):
-            found.append({})
+            leaves.append({})
         elif (referred := target(root, part.get("$ref"))) is not None:
             if part["$ref"] not in followed:
                 pending.append(_typed(part, referred) if inherit else referred)
@@ -133,8 +133,8 @@ def options(root: Any, schema: Any, inherit: bool = True) -> list[Any]:
         elif (several := alternatives(part, inherit)) is not None:
             pending += reversed(several)
         else:
-            found.append(part)
-    return found or [schema]  # it refers to itself alone
+            leaves.append(part)
+    return leaves or [schema]  # it refers to itself alone
 
 
 def alternatives(schema: Mapping[str, Any], inherit: bool = True) -> list[Any] | None:
@@ -161,15 +161,15 @@ def listed(schema: Any) -> list[Any] | tuple[Any, ...] | None:
 
 def types(root: Any, schema: Any) -> set[str] | None:
     """Return the JSON types that a schema permits; None if it does not say. Args: root: that references are to."""
-    found: set[str] = set()
+    names: set[str] = set()
     for option in options(root, schema):
         if isinstance(kind := option.get("type") if isinstance(option, Mapping) else None, str):
-            found.add(kind)
+            names.add(kind)
         elif (values := listed(option)) is not None:
-            found.update(map(type_of, values))
+            names.update(map(type_of, values))
         else:
             return None
-    return found or None
+    return names or None
 
 
 def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
@@ -218,31 +218,31 @@ def gather(root: Schema) -> None:
     moved: dict[str, tuple[str, Schema]] = {}
     for schema in reachable(root, [root]):
         reference = str(schema.get("$ref"))
-        if (found := target(root, reference)) is not None and not re.match(r"#/(\$defs|definitions)/", reference):
-            name, _ = moved.setdefault(reference, (f"moved.{len(moved)}", found))
+        if (referred := target(root, reference)) is not None and not re.match(r"#/(\$defs|definitions)/", reference):
+            name, _ = moved.setdefault(reference, (f"moved.{len(moved)}", referred))
             schema["$ref"] = f"#/$defs/{name}"
     without = {name: {k: v for k, v in s.items() if k not in ("$defs", "definitions")} for name, s in moved.values()}
     if moved:
         root["$defs"] = {**json.loads(json.dumps(without)), **root.get("$defs", {})}
 
 
-def reachable(root: Schema, found: list[Any]) -> list[Schema]:
+def reachable(root: Schema, pending: list[Any]) -> list[Schema]:
     """Return schemas and all schemas within them or referred to, each once."""
     reached: dict[int, Schema] = {}
-    found = list(found)
-    while found:
-        schema = found.pop()
+    pending = list(pending)
+    while pending:
+        schema = pending.pop()
         if not isinstance(schema, dict) or id(schema) in reached:
             continue
         reached[id(schema)] = schema
-        found += [schema.get(key) for key in _SINGLE]
+        pending += [schema.get(key) for key in _SINGLE]
         for key in _LISTS:
-            found += _items(schema, key)
+            pending += _items(schema, key)
         for key in _MAPS:
             if isinstance(named := schema.get(key), dict):
-                found += named.values()
+                pending += named.values()
         if "$ref" in schema:
-            found.append(target(root, schema["$ref"]))
+            pending.append(target(root, schema["$ref"]))
     return list(reached.values())
 
 
@@ -260,21 +260,21 @@ def target(root: Schema, reference: Any) -> Schema | None:
     """Return the schema that a reference is to; None unless it is a path in the document, such as "#/$defs/a"."""
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return None
-    found: Any = root
+    value: Any = root
     for name in unquote(reference[2:]).split("/") if reference != "#" else ():
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name in map(str, range(len(found))):
-            found = found[int(name)]
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name in map(str, range(len(value))):
+            value = value[int(name)]
         else:
             return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _properties(schema: Schema) -> Schema:
-    found = schema.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _required(schema: Schema) -> list[str]:
@@ -282,5 +282,5 @@ def _required(schema: Schema) -> list[str]:
 
 
 def _items(schema: Schema, key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+    items = schema.get(key)
+    return items if isinstance(items, list) else []
