@@ -268,7 +268,7 @@ AT_ONCE: dict[str, Callable[[Running], Awaitable[Any]]] = {
     "AsyncOutputStream.__del__": lambda r: at_once(lambda: r.streams.pop() and None),
 }
 AT_THE_END = ("AsyncLLM.shutdown", "AsyncLLM.close")
-LOADS = ("AsyncLLM.from_config", "AsyncLLM.from_engine_args")  # as the constructor does: they are not for event loops
+LOADS = ("AsyncLLM.from_config",)  # as the constructor does: it is not for event loops
 
 
 def public(kind: type) -> set[str]:
