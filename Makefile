@@ -30,7 +30,7 @@ endif
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
-BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/* src/nanoinfer/kernels/cpu/*/*)
 
 # $(call say,WHAT,COMMAND) prints what it does, and a line each TICK seconds until the command ends: pip is silent. The command
 # runs in the foreground, where Ctrl-C reaches it.

@@ -19,9 +19,9 @@ V, T, C, MLP = 21, 24, 8, 32
 SHAPE: dict[str, Any] = {
     "vocab_size": V, "block_size": T, "n_layer": 1, "n_head": 2, "n_embd": C, "mlp_dim": MLP, "activation": "gelu_new",
     "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32", "cache": "float32",
-    "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
+    "max_num_cached_tokens": 4 * T, "threads": 1,
 }  # fmt: skip
-FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
+FORMATS = ("float32", "float16", "bfloat16", "int8", "q8_0")
 BLOCKS = [format for format in gguf_formats.FORMATS.values() if format.native]
 CACHES = ("float32", "bfloat16", "int8")
 FILLS = (0.1, 0.1, 0.1, 0.0, -0.0, 1e38, -1e38, 1e-42, np.nan, np.inf, -np.inf)

@@ -19,11 +19,11 @@ namespace nanoinfer::test {
 using Floats = std::vector<float>;
 
 constexpr WeightType kTypes[] = {WeightType::f32, WeightType::f16, WeightType::bf16,
-                                 WeightType::i8,  WeightType::i4,  WeightType::q8_0};
+                                 WeightType::i8,  WeightType::q8_0};
 constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::i8};
 #define NI_NAME(name) #name,
 inline const char* name_of(WeightType t) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", "int4", NI_BLOCK_FORMATS(NI_NAME)};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", NI_BLOCK_FORMATS(NI_NAME)};
   return kNames[static_cast<int>(t)];
 }
 #undef NI_NAME

@@ -17,7 +17,7 @@ from nanoinfer.engines.native import NativeEngine
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
-FORMATS = ["float32", "float16", "bfloat16", "int8", "int4"]
+FORMATS = ["float32", "float16", "bfloat16", "int8", "q8_0"]
 V, BLOCK = TINY.vocab_size, TINY.block_size
 GOOD: dict[str, Any] = {
     "vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16, "mlp_dim": 64,

@@ -1,7 +1,7 @@
 """Folders of packed weights, which engine `native` maps into memory and uses in place.
 
 `write_folder` writes config.json, tokenizer.json and packed.safetensors; docs/packed.md describes the format. Panels
-(kernels/cpu/format.h) do not depend on the instruction set. Processes that map the same file share its pages.
+(kernels/cpu/kernels/format.h) do not depend on the instruction set. Processes that map the same file share its pages.
 
 A mapped file must not be truncated while it is in use: access to a missing page ends the process with SIGBUS. Replacing
 it by another file of the same name (rename) is safe, because the mapping keeps the old file.
@@ -214,9 +214,9 @@ def open_folder(folder: Path) -> PackedWeights:
 
 def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> dict[str, BlockFormats]:
     """Return the formats of matrices in blocks, {} in a file of version 1."""
-    if metadata["version"] == VERSION:
-        return {}
-    listed = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
+    listed: Any = {}
+    if metadata["version"] != VERSION:
+        listed = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
     sizes = {name: shape[0] for name, shape in shapes(config).items() if has_format(name, shape)}
     formats: dict[str, BlockFormats] = {}
     for name, value in listed.items() if isinstance(listed, dict) else [("formats", listed)]:
@@ -227,6 +227,8 @@ def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> 
                 " rows, those of a matrix: pack the original model again"
             )
         formats[name] = tuple((format, rows) for format, rows in entries)
+    if metadata["weights"] == "int4" and (missing := sorted(sizes.keys() - formats.keys())):
+        raise NanoinferError(f"{where}: {missing[0]} is in int4 without blocks: pack the original model again")
     return formats
 
 

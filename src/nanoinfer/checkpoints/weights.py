@@ -274,8 +274,7 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
     """Return the formats of the matrices with quantization="int4" on engine `native`: the mix of llama.cpp's Q4_K_M.
 
     The output head has more bits, and in half of the layers the MLP's second matrix and values (with queries and keys
-    where these have as many heads). Matrices that the result lacks have rows that are not whole blocks of 32; they are
-    in the engine's own int4 with groups of 64.
+    where these have as many heads). Rows that are not whole blocks of 32 are padded, in Q8_0.
     """
     head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
     formats: dict[str, BlockFormats] = {}
@@ -283,7 +282,7 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
         if not has_format(name, shape):
             continue
         rows, columns = shape
-        few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q5_0", "q8_0")
+        few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q5_0" if columns % 32 == 0 else "q8_0", "q8_0")
         layer = LAYER.match(name)
         better = layer is not None and more_bits(int(layer[1]), config.n_layer)
         better = better and (
@@ -294,12 +293,10 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
             widths = config.qkv_widths(int(layer[1]))
             of_values = widths[2] if len(widths) == 3 and widths[2] < widths[0] else 0
             split = rows - of_values if of_values else 0
-        if name == head:
-            formats[name] = ((more, rows),)
-        elif columns % 32 == 0 and better and split and split % 32 == 0:
+        if name != head and better and split and split % 32 == 0 and few != more:
             formats[name] = ((few, split), (more, of_values))
-        elif columns % 32 == 0:
-            formats[name] = ((more if better else few, rows),)
+        else:
+            formats[name] = ((more if better or name == head else few, rows),)
     return formats
 
 

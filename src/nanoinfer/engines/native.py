@@ -2,7 +2,7 @@
 
 A step is one call into C++ (kernels/cpu/).
 
-Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels.cpp explains why).
+Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels/kernels.cpp explains why).
 With float32 weights, tokens are those of `recompute`. With bfloat16 weights, activations are rounded to bfloat16 before
 a product; with int8, to 8 bits with one scale for every 64 activations, with int4 for every 32. With AMX, int8 has 16
 bits and one scale, int4 one scale for every 256. Sums, layer norms, softmax and the residual stream are float32.
@@ -229,7 +229,8 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
                 f" quantization={quantization!r} needs the original model"
             )
         quantization, options.packed = weights.quantization, True
-    options.weights = weights.format if isinstance(weights, PackedWeights) else quantization or dtype
+    format = weights.format if isinstance(weights, PackedWeights) else quantization or dtype
+    options.weights = "q8_0" if format == "int4" else format  # with int4, each matrix has a format of its own
     options.formats = dict(weights.formats(quantization))
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_cached_tokens = limits.max_num_cached_tokens

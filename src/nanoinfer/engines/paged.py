@@ -4,7 +4,7 @@ This is PagedAttention (Kwon et al. 2023, arXiv 2309.06180). Each sequence has a
 tokens, in any order; a block that several sequences use is copied before one of them writes to it. Each layer of a step
 gathers every sequence's blocks into a copy, because PyTorch's attention reads contiguous keys.
 
-`native` has the same pool (kernels/cpu/cache.cpp), block for block; this engine is the reference for it.
+`native` has the same pool (kernels/cpu/model/cache.cpp), block for block; this engine is the reference for it.
 """
 
 from __future__ import annotations

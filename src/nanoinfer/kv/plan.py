@@ -7,7 +7,7 @@ from nanoinfer.errors import NanoinferError
 
 DEFAULT_MAX_NUM_SEQS = 64
 KV_BLOCK = 16
-"""Tokens in a block (kBlock in kernels/cpu/kernels.h)."""
+"""Tokens in a block (kBlock in kernels/cpu/kernels/kernels.h)."""
 MAX_KEPT_SEQS = 1024
 """Sequences that may be kept beside the running ones in layouts where an open sequence costs only its tokens."""
 SLOTS = ("slots", "padded slots")
@@ -85,7 +85,7 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budge
 
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
-    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
+    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/model/cache.cpp)."""
     size = 1 if cache_dtype == "int8" else BYTES[cache_dtype]
     unit = 4 // size  # keys are padded to units of 4 bytes, values to a vector
 

@@ -25,7 +25,7 @@ from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 MAX_TENSORS = 1 << 16  # of a file; models have some hundreds to some thousands
-PART_ROWS = 32  # outputs of a panel in engine native (kernels/cpu/kernels.h)
+PART_ROWS = 32  # outputs of a panel in engine native (kernels/cpu/kernels/kernels.h)
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",

@@ -1,4 +1,4 @@
-"""The native sampler (kernels/cpu/sampler.cpp): the reference's tokens without its sort; the choice of a sampler.
+"""The native sampler (kernels/cpu/sampler/sampler.cpp): the reference's tokens without its sort; the choice of a sampler.
 
 One call samples all rows, with float32 passes over the logits and float64 for the values that decide. `sample` has the
 signature, the results and the errors of the reference `sampler.sample`; tests/sampling/test_native_sampler.py

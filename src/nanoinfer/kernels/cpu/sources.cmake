@@ -36,7 +36,7 @@ if(NOT DEFINED NANOINFER_ISA)
 endif()
 if(NANOINFER_ISA STREQUAL "" AND NOT CMAKE_CROSSCOMPILING)
   list(TRANSFORM AMX PREPEND -D OUTPUT_VARIABLE DEFINITIONS)
-  try_run(DETECTED COMPILED ${CMAKE_BINARY_DIR}/detect_isa ${CPU}/detect_isa.cpp COMPILE_DEFINITIONS ${DEFINITIONS}
+  try_run(DETECTED COMPILED ${CMAKE_BINARY_DIR}/detect_isa ${CPU}/kernels/detect_isa.cpp COMPILE_DEFINITIONS ${DEFINITIONS}
     CXX_STANDARD 20 RUN_OUTPUT_VARIABLE NANOINFER_ISA)
   if(NOT DETECTED EQUAL 0)  # no such builtins: all
     set(NANOINFER_ISA "all")
@@ -63,28 +63,31 @@ set(FLAGS_neon -DNANOINFER_NEON)  # every such CPU has NEON: no flag tells `neon
 # One kernel source, compiled once for each instruction set; isa.cpp chooses at run time. Multiplication and addition
 # are fused only where the source says so: then every number of rows rounds alike.
 function(add_kernels target name)
-  add_library(kernels_${name} OBJECT ${CPU}/kernels.cpp)
+  add_library(kernels_${name} OBJECT ${CPU}/kernels/kernels.cpp)
   target_compile_definitions(kernels_${name} PRIVATE NANOINFER_ISA=${name})
   target_compile_options(kernels_${name} PRIVATE -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized
     ${OPTIMIZE} ${SANITIZE_KERNELS} -fPIC -ffp-contract=off ${ARGN})
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:kernels_${name}>)
-  target_compile_definitions(${target} PRIVATE NANOINFER_HAS_${name})
 endfunction()
 
 # Give a target all of it.
 function(add_cpu_sources target)
+  set(MODEL ${CPU}/model)
   target_sources(${target} PRIVATE
-    ${CPU}/decoder.cpp ${CPU}/forward.cpp ${CPU}/experts.cpp ${CPU}/latent.cpp ${CPU}/per_layer.cpp ${CPU}/cache.cpp
-    ${CPU}/format.cpp ${CPU}/isa.cpp ${CPU}/sampler.cpp ${CPU}/sampler_passes.cpp ${CPU}/sampler_nucleus.cpp)
+    ${MODEL}/decoder.cpp ${MODEL}/forward.cpp ${MODEL}/experts.cpp ${MODEL}/latent.cpp ${MODEL}/per_layer.cpp ${MODEL}/cache.cpp
+    ${CPU}/kernels/format.cpp ${CPU}/kernels/isa.cpp ${CPU}/sampler/sampler.cpp ${CPU}/sampler/sampler_passes.cpp)
+  target_include_directories(${target} PUBLIC ${CPU}/kernels ${MODEL} ${CPU}/sampler)
   # Nor in packing, where compilers for Arm fuse by default: a weight file is packed to the same bytes everywhere.
-  set_source_files_properties(${CPU}/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+  set_source_files_properties(${CPU}/kernels/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
   # As nobody traps exceptions of floats, loops with conditions can be vectorized without AVX-512 too.
-  set_source_files_properties(${CPU}/sampler_passes.cpp PROPERTIES COMPILE_OPTIONS -fno-trapping-math)
+  set_source_files_properties(${CPU}/sampler/sampler_passes.cpp PROPERTIES COMPILE_OPTIONS -fno-trapping-math)
   target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})
   target_link_libraries(${target} PRIVATE Threads::Threads)
   target_compile_definitions(${target} PRIVATE ${AMX})
-  add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
-  foreach(name ${ISAS})
+  set(FLAGS_scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
+  foreach(name scalar ${ISAS})
     add_kernels(${target} ${name} ${FLAGS_${name}})
+    string(APPEND KERNELS "NI_KERNELS(${name})")
   endforeach()
+  target_compile_definitions(${target} PRIVATE "NANOINFER_KERNELS=${KERNELS}")
 endfunction()

@@ -1,0 +1,154 @@
+// Keys, queries, values and weights of attention as units of 4 bytes, and the storage of new keys and values.
+// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+#pragma once
+
+#include "rows.h"
+
+// A unit has one float, two bfloat16 or four int8, which one instruction multiplies and adds. A head's part of a block:
+//   keys (ceil(D / kUnit), kBlock): a unit has kUnit dimensions of a position; missing dimensions are zeros
+//   values (kBlock / kUnit, D rounded up to 16): a unit has kUnit positions of a dimension
+// For int8, float scales precede them: one for each key (kBlock), then one for each value (kBlock). Bytes of keys are
+// stored with 128 added, because dot4 takes one unsigned operand: the queries are signed, and so are values, whose weights
+// are not negative. Queries and weights have 16 bits then, and two words for each unit: two digits, x = 256 x[0] + x[1], or,
+// where bytes are multiplied in 16 bits, two pairs of numbers. Both give the same sums.
+
+NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
+
+NI_INLINE f32x16 as_floats(i32x16 x) {
+  f32x16 r;
+  NI_EACH r.v[i] = bits<vf>(x.v[i]);
+  return r;
+}
+
+// For each type: how 16 numbers become units, and what a unit of queries or weights adds to a sum.
+template <CacheType type>
+struct CacheOf;
+template <class C, class Number, int numbers>
+struct FloatUnits {
+  using T = Number;
+  using Sum = f32x16;
+  static constexpr std::int64_t kUnit = numbers;
+  static constexpr int kWords = 1, kDigits = 1;
+  static constexpr std::size_t kScales = 0;
+  NI_INLINE std::int64_t place(std::int64_t u, int) { return u; }
+  template <int N>
+  NI_INLINE void mix(Sum (&sum)[N][1], const i32x16 (&values)[N], const Unit* weight) {
+    NI_UNROLL(4) for (int j = 0; j < N; ++j) C::score(sum[j], values[j], weight, 0);
+  }
+  NI_INLINE f32x16 value(const Sum* sum) { return sum[0]; }
+};
+template <>
+struct CacheOf<CacheType::f32> : FloatUnits<CacheOf<CacheType::f32>, float, 1> {
+  NI_INLINE void narrow(f32x16 x, Unit* to) { store((float*)to, x); }
+  NI_INLINE f32x16 widen(const Unit* from) { return load((const float*)from); }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int) {
+    *sum = fma(as_floats(keys), broadcast(bits<float>(*query)), *sum);
+  }
+};
+template <>
+struct CacheOf<CacheType::bf16> : FloatUnits<CacheOf<CacheType::bf16>, std::uint16_t, 2> {
+  NI_INLINE void narrow(f32x16 x, Unit* to) { store_bf16((std::uint16_t*)to, x); }
+  NI_INLINE f32x16 widen(const Unit* from) { return load_bf16((const std::uint16_t*)from); }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int) { *sum = dot2_bf16(*sum, keys, (std::int32_t)*query); }
+};
+template <>
+struct CacheOf<CacheType::i8> {
+  using T = std::int8_t;
+  using Sum = i32x16;
+  static constexpr std::int64_t kUnit = 4;
+  static constexpr int kWords = 2, kDigits = kMultiplies16 ? 1 : 2;
+  static constexpr std::size_t kScales = 2 * kBlock * sizeof(float);
+  // Where word `g` of unit `u` of a row's weights for kSpan positions lies.
+  NI_INLINE std::int64_t place(std::int64_t u, int g) { return kMultiplies16 ? 2 * u + g : g * (kSpan / kUnit) + u; }
+  NI_INLINE void narrow(i32x16 x, Unit* to) { store_i8((std::int8_t*)to, x); }
+  NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int stride) {
+    const std::int32_t first = (std::int32_t)query[0], second = (std::int32_t)query[stride];
+    if constexpr (kMultiplies16) {
+      sum[0] = add_products(sum[0], widen_unsigned(keys), {broadcast(first), broadcast(second)});
+    } else {
+      sum[0] = dot4(sum[0], keys, first);
+      sum[1] = dot4(sum[1], keys, second);
+    }
+  }
+  template <int N>
+  NI_INLINE void mix(Sum (&sum)[N][kDigits], const i32x16 (&values)[N], const Unit* weight) {
+    const std::int32_t words[2] = {(std::int32_t)weight[place(0, 0)], (std::int32_t)weight[place(0, 1)]};
+    NI_UNROLL(2) for (int g = 0; g < kDigits; ++g)
+      NI_UNROLL(4) for (int j = 0; j < N; ++j) {
+        if constexpr (kMultiplies16)
+          sum[j][g] = add_products(sum[j][g], widen_signed(values[j]), {broadcast(words[0]), broadcast(words[1])});
+        else
+          sum[j][g] = dot4(sum[j][g], broadcast(words[g]), values[j]);
+      }
+  }
+  NI_INLINE f32x16 value(const Sum* sum) {
+    return kDigits == 1 ? to_float(sum[0]) : fma(to_float(sum[0]), broadcast(256.0f), to_float(sum[kDigits - 1]));
+  }
+};
+
+// Store 16 numbers of a key, dimensions d to d + 15, and of a value.
+template <class C>
+struct Slot {
+  Unit* keys;            // unit u of the key: keys[u * kBlock]
+  typename C::T* value;  // of dimension d: value[d * C::kUnit]
+  std::int64_t head_dim, slot;
+
+  Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim), slot(slot) {
+    Unit* const from = (Unit*)(part + C::kScales);
+    const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
+    keys = from + slot;
+    value = (typename C::T*)(from + units * kBlock + slot / C::kUnit * padded(head_dim)) + slot % C::kUnit;
+  }
+  template <class Numbers>
+  void key(std::int64_t d, Numbers x, Unit flip) const {
+    alignas(64) Unit units[16 / C::kUnit];
+    C::narrow(x, units);
+    for (std::int64_t u = 0; u < 16 / C::kUnit && d + u * C::kUnit < head_dim; ++u)
+      keys[(d / C::kUnit + u) * kBlock] = units[u] ^ flip;
+  }
+  template <class Numbers>
+  void values(std::int64_t d, Numbers x) const {
+    alignas(64) Unit units[16 / C::kUnit];
+    C::narrow(x, units);
+#if defined(__AMX_TILE__)
+    // One store of a part of each unit: other threads may write the rest of them.
+    std::uint8_t* const to = (std::uint8_t*)(value - slot % C::kUnit + d * C::kUnit);
+    if constexpr (C::kUnit == 4) {
+      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)units));
+      return _mm512_mask_storeu_epi8(to, 0x1111111111111111u << slot % 4, _mm512_slli_epi32(wide, (int)(slot % 4 * 8)));
+    } else if constexpr (C::kUnit == 2) {
+      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)units));
+      return _mm512_mask_storeu_epi16(to, 0x55555555u << slot % 2, _mm512_slli_epi32(wide, (int)(slot % 2 * 16)));
+    }
+#endif
+    typename C::T numbers[16];
+    __builtin_memcpy(numbers, units, sizeof numbers);
+    for (std::int64_t j = 0; j < 16 && d + j < head_dim; ++j) value[(d + j) * C::kUnit] = numbers[j];
+  }
+};
+
+template <CacheType type>
+void store_as(const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part, std::int64_t slot) {
+  const Slot<CacheOf<type>> to(part, head_dim, slot);
+  if constexpr (type == CacheType::i8) {
+    float* scales = (float*)part;
+    const auto put_key = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) { to.key(d, x, 0x80808080u); };
+    const auto put_value = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) { to.values(d, x); };
+    scales[slot] = quantize_row<127>(k, head_dim, put_key);
+    scales[kBlock + slot] = quantize_row<127>(v, head_dim, put_value);
+  } else {
+    for (std::int64_t d = 0; d < head_dim; d += 16) {
+      to.key(d, load_first(k + d, head_dim - d), 0);
+      to.values(d, load_first(v + d, head_dim - d));
+    }
+  }
+}
+
+void store_kv(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
+              std::int64_t slot) {
+  switch (type) {
+    case CacheType::f32: return store_as<CacheType::f32>(k, v, head_dim, part, slot);
+    case CacheType::bf16: return store_as<CacheType::bf16>(k, v, head_dim, part, slot);
+    case CacheType::i8: return store_as<CacheType::i8>(k, v, head_dim, part, slot);
+  }
+}
