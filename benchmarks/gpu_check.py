@@ -66,7 +66,6 @@ NEEDED = {
     "scipy": "tests of samplers",
     "tokenizers": "tests that load a model",
     "transformers": "its rows, and tests of beam search",
-    "flashinfer": "its tests, and its times in part sampler (docs/gpu-first-run.md says how it is carried)",
 }
 """Package -> what is skipped without it."""
 RESERVE_SEC = 10.0  # of --minutes, to end processes and to write the summary

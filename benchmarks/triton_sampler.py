@@ -6,8 +6,7 @@ Exit code 2 without CUDA, 1 if a row has an error.
 
 fused: `TritonSampler.sample_slots` in a CUDA graph, slots already assigned: its cost in a step on the device. call:
 `Sample`, which uploads all parameters and waits for the tokens. reference: the sorting sampler, which copies the logits
-to the host and takes up to ten seconds, so it is timed in three calls. flashinfer: where it is installed; its tokens
-are others, so it is timed unchecked. Medians, by CUDA events.
+to the host and takes up to ten seconds, so it is timed in three calls. Medians, by CUDA events.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ from gpu_rows import captured, measure, microseconds, parser
 from sampler import SAMPLERS as SETTINGS
 from sampler import V, make_rows
 
-from nanoinfer import NanoinferError, SamplingParams
-from nanoinfer.errors import one_line
-from nanoinfer.sampling import flashinfer, sampler
+from nanoinfer import SamplingParams
+from nanoinfer.sampling import sampler
 from nanoinfer.sampling import triton as triton_sampler
-
-CARRIED = "without a package index, carry its wheels in the working tree and unpack them into a folder of PYTHONPATH"
 
 
 def sampler_row(name: str, B: int, rounds: int, device: str = "cuda") -> dict[str, Any]:
@@ -48,19 +44,12 @@ def sampler_row(name: str, B: int, rounds: int, device: str = "cuda") -> dict[st
     num_different = max(sum(a != b for a, b in zip(d, expected, strict=True)) for d in (by_call, by_graph))
     if num_different > max(1, B // 100):
         raise ValueError(f"{num_different} of {B} tokens are not the reference's: not timed")
-    found: dict[str, Any] = {
+    return {
         "num_different": num_different,
         "fused_usec": microseconds(replay, rounds),
         "call_usec": microseconds(lambda: call(logits, rows), rounds),
         "reference_usec": microseconds(lambda: sampler.sample(logits, rows), min(rounds, 3), warm_ups=0),
     }
-    if name != "greedy":
-        try:
-            draw = flashinfer.choose(device)
-            found["flashinfer_usec"] = microseconds(lambda: draw(logits, rows), rounds)
-        except (ImportError, NanoinferError) as e:  # its figure alone is missing
-            found["flashinfer"] = f"{one_line(e)}; {CARRIED}"
-    return found
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from nanoinfer.utils.checks import keep_int, require_bool, require_choice, show
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
-SAMPLERS = ("auto", "reference", "flashinfer")
+SAMPLERS = ("auto", "reference")
 GENERATION_CONFIGS = ("auto", "vllm")
 
 
@@ -45,7 +45,7 @@ class EngineConfig:
     graph_memory: int | None = None
     """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
     sampler: str = "auto"
-    """auto (fastest that matches the reference token for token), reference, or flashinfer (same distribution)."""
+    """auto (the fastest one, whose tokens are the reference's), or reference."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))

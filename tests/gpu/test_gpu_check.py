@@ -243,7 +243,7 @@ def test_what_was_cut_off_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.nightly
 def test_the_tests_of_a_gpu_are_collected_where_only_torch_and_triton_are_installed() -> None:
-    absent = ["vl_convert", "nanoinfer._native", "flashinfer", "rich", "click", "jinja2", "tokenizers", "transformers"]
+    absent = ["vl_convert", "nanoinfer._native", "rich", "click", "jinja2", "tokenizers", "transformers"]
     script = (
         f"import sys, pytest; sys.modules.update(dict.fromkeys({absent}));"
         "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-qq', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
@@ -338,7 +338,7 @@ def test_what_is_missing_is_said_first(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
-    absent = ("pytest", "flashinfer", "triton")
+    absent = ("pytest", "triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
     code, summary = check(tmp_path, "--only", "tests", "--only", "steps")

@@ -6,13 +6,11 @@ there. With one, the same bodies run on it. Where a token differs, the oracle of
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from helpers.errors import refuses
 from helpers.samplers import CONTROLS, GPT2_V, LOGITS, make_logits, make_row, random_row
 from helpers.samplers import agree as with_the_reference
 from nanoinfer.errors import missing_extra
-from nanoinfer.sampling import flashinfer, sampler
+from nanoinfer.sampling import sampler
 from nanoinfer.sampling import triton as triton_sampler
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.rng import uniform_reference
@@ -257,53 +255,6 @@ def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytes
     monkeypatch.setattr(triton_sampler, "why_unavailable", lambda: missing_extra("triton", "gpu"))
     assert choose_sampler("cuda:0") is sampler.sample
     refuses(lambda: TritonSampler(1, 5, CPU), "triton is not installed", "pip install")
-
-
-def test_flashinfer_is_there_only_when_asked_for_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses(lambda: choose_sampler("cpu", "flashinfer"), "flashinfer", "cpu", "CUDA")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refuses(lambda: choose_sampler("cuda:0", "flashinfer"), "not installed", "pip install")
-
-
-def test_what_is_handed_to_flashinfer() -> None:
-    """A stand-in for its functions, drawing the likeliest: settings in their order, greedy rows by the reference."""
-    seen: dict[str, Any] = {}
-
-    def joint(probs: Tensor, top_k: Tensor, top_p: Tensor, **options: Any) -> Tensor:
-        seen.update(probs=probs, top_k=top_k.tolist(), top_p=top_p.tolist(), order=options["filter_apply_order"])
-        return probs.argmax(-1).int()
-
-    draw = flashinfer.FlashInferSample(SimpleNamespace(top_k_top_p_sampling_from_probs=joint), "cpu", 0)
-    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
-    params = (SamplingParams(top_p=0.5), SamplingParams(temperature=0.0), SamplingParams(top_k=2, logit_bias={0: 9.0}))
-    assert [d.token_id for d in draw(logits, [make_row(p) for p in params])] == [1, 0, 0]
-    assert (seen["top_k"], seen["top_p"], seen["order"]) == ([3, 2], [0.5, 1.0], "top_k_first")
-    assert seen["probs"].tolist()[0] == pytest.approx(logits[0].softmax(-1).tolist())
-    assert seen["probs"].tolist()[1] == pytest.approx((logits[2] + torch.tensor([9.0, 0, 0])).softmax(-1).tolist())
-    bad = torch.tensor([[0.0, float("nan"), 1.0]])
-    refuses(lambda: draw(bad, [make_row(SamplingParams())]), "largest logit is not finite")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    "settings", [{}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.9, "min_p": 0.1}], ids=str
-)
-def test_flashinfer_draws_from_the_distribution(settings: dict[str, Any]) -> None:
-    from scipy.stats import chisquare
-
-    device = "cuda:0"
-    if why_not := flashinfer.why_unavailable():
-        pytest.skip(why_not)
-    N = 20000
-    logits = torch.tensor([0.3, -1.2, 2.1, 1.7, -0.4, 0.9, 1.1, -2.5, 0.0, 1.3], device=device)
-    row = make_row(SamplingParams(temperature=0.9, **settings))
-    drawn = choose_sampler("cuda:0", "flashinfer")(logits.expand(N, -1), [row] * N)
-    counts = np.bincount([d.token_id for d in drawn], minlength=10)
-    weights = sampler.filtered_weights(logits[None], [row])[0]
-    kept = weights > 0
-    assert counts[~kept].sum() == 0
-    assert chisquare(counts[kept], weights[kept] / weights.sum() * N).pvalue > 1e-6
 
 
 @pytest.mark.gpu

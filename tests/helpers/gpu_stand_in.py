@@ -17,7 +17,7 @@ from typing import Any
 
 ABSENT = (
     "nanoinfer._native", "tokenizers", "huggingface_hub", "safetensors", "click", "rich", "jinja2", "transformers",
-    "flashinfer", "hypothesis", "scipy", "llguidance", "vl_convert", "xdist",
+    "hypothesis", "scipy", "llguidance", "vl_convert", "xdist",
 )  # fmt: skip
 
 

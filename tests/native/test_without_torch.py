@@ -15,7 +15,7 @@ import torch
 from helpers.environment import ROOT, TESTS
 from helpers.models import TINY, make_folder
 
-BLOCKED = ("torch", "transformers", "triton", "flashinfer", "scipy")
+BLOCKED = ("torch", "transformers", "triton", "scipy")
 # Runs before any program. It leaves sys.modules alone, which programs look into.
 SITECUSTOMIZE = f"""
 import sys

@@ -2,7 +2,7 @@
 
 The error that a rounded weight causes in an output is the weight's error times its input. Weights whose inputs are
 large should therefore have smaller errors, and the quantizers weight squared errors by the mean of the squares of each
-input (kernels/cpu/kernels/quantize.h has the formula). The idea is that of llama.cpp's importance matrix (tools/imatrix).
+input (kernels/cpu/kernels/quantize.h has the formula). The idea is that of llama.cpp's importance matrix.
 
 Engine `native` computes, because packing needs it and not PyTorch, and because it packs the weights as they are read.
 Covered: all matrices that products read, with statistics of each input alone. Not covered: correlations of inputs

@@ -2,7 +2,7 @@
 
 A step is one call into C++ (kernels/cpu/).
 
-Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels/kernels.cpp explains why).
+Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels/kernels.cpp).
 With float32 weights, tokens are those of `recompute`. With bfloat16 weights, activations are rounded to bfloat16 before
 a product; with int8, to 8 bits with one scale for every 64 activations, with int4 for every 32. With AMX, int8 has 16
 bits and one scale, int4 one scale for every 256. Sums, layer norms, softmax and the residual stream are float32.

@@ -85,7 +85,7 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budge
 
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
-    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/model/cache.cpp)."""
+    """Return the bytes of one block of the native engine's cache (kernels/cpu/model/cache.cpp)."""
     size = 1 if cache_dtype == "int8" else BYTES[cache_dtype]
     unit = 4 // size  # keys are padded to units of 4 bytes, values to a vector
 

@@ -8,7 +8,7 @@ gets a copy of it first, so that what the others read does not change:
                                        b appends 1       [1]      copy of block 0, then the new token; 0 has 1 reference
                                        a appends 10      [0 2]    a's alone: written in place
 
-The pool of the engine `native` (kernels/cpu/model/cache.cpp) has the same rules and gives the same tables for the same calls.
+The pool of the engine `native` (kernels/cpu/model/cache.cpp) gives the same tables for the same calls.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a buffer is not slower than a larger one. GPU: copies of 1 GiB, at least twenty 
 the GPU's sustained clock, in which the time for launches and synchronization is negligible.
 
 Arithmetic, CPU: multiplications and additions in registers, with the instructions of the native kernels
-(kernels/cpu/kernels/peak.h). If NumPy's float32 product is faster, the result is NumPy's. GPU: matrix products of random
+(kernels/cpu/kernels/peak.h). If NumPy's float32 product is faster, the result is NumPy's. GPU: products of random
 numbers; those of ones or zeros use less power, which allows a higher clock and measures up to a tenth too fast.
 
 Without the native extension NumPy reads and multiplies, in float32 only.

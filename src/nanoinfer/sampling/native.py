@@ -1,4 +1,4 @@
-"""The native sampler (kernels/cpu/sampler/sampler.cpp): the reference's tokens without its sort; the choice of a sampler.
+"""The native sampler (kernels/cpu/sampler/sampler.cpp): the reference's tokens without a sort; the choice of a sampler.
 
 One call samples all rows, with float32 passes over the logits and float64 for the values that decide. `sample` has the
 signature, the results and the errors of the reference `sampler.sample`; tests/sampling/test_native_sampler.py
@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import SAMPLERS
-from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
@@ -100,20 +99,12 @@ def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
     Args:
         device: device of the logits: cpu, cuda:0.
         prefer: "auto" (the native sampler on a CPU, the fused one on CUDA, the reference if those are unavailable),
-            "reference", or "flashinfer" (FlashInfer's kernels, whose tokens differ from the reference's).
+            or "reference".
 
     Raises:
-        NanoinferError: prefer is none of these, or the sampler is not available.
+        NanoinferError: prefer is none of these.
     """
     require_choice("sampler", prefer, SAMPLERS)
-    if prefer == "flashinfer":
-        if device == "cpu":
-            raise NanoinferError(
-                "sampler='flashinfer' cannot run: the logits are on cpu, but it needs a CUDA device: use sampler=auto"
-            )
-        from nanoinfer.sampling import flashinfer
-
-        return flashinfer.choose(device)
     if prefer == "reference":
         why_not: str | None = "requested"
     elif device != "cpu":

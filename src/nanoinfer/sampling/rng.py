@@ -1,8 +1,8 @@
 """Random numbers: one uniform number for each token, a pure function of (seed, sample, position) (docs/sampling.md).
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). The reference
-below is plain Python. With the native extension, `uniform` is the C++ version (kernels/cpu/sampler/philox.h), which is about
-ten times faster and equal bit for bit.
+below is plain Python. With the native extension, `uniform` is the C++ version (kernels/cpu/sampler/philox.h),
+about ten times faster and equal bit for bit.
 """
 
 from __future__ import annotations
