@@ -1,23 +1,20 @@
-"""int4 and llama.cpp's Q4_K_M made from the same floats, with and without calibration: distance from these floats.
+"""int4 and llama.cpp's Q4_K_M made from the same floats: distance from these floats.
 
-    python benchmarks/same_floats.py --model shakespeare --calibrate play.txt --text play.txt
-    python benchmarks/same_floats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --calibrate text.txt
+    python benchmarks/same_floats.py --model shakespeare --text play.txt
+    python benchmarks/same_floats.py --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 The model is written as a GGUF file in F16, whose values are the reference (float32, engine `static`). From it are made
-int4 of `native`, the same with `nanoinfer pack --calibrate`, and llama.cpp's Q4_K_M, without and with the same
-importance of inputs as its importance matrix. The values of a quantized file lie on a grid that a format with the same
+int4 of `native` and llama.cpp's Q4_K_M. The values of a quantized file lie on a grid that a format with the same
 groups could hit: the channels of the residual stream, of the MLPs and of the values are therefore permuted first, which
 changes the order of the sums alone. Keys and values are float32 in `native`, float16 in llama.cpp.
 
-It needs llama-cpp-python (pip install '.[peers]'). Of --text the last 10% are used, as in quality.py, of --calibrate
-the first 90%, so that both may be one file.
+It needs llama-cpp-python (pip install '.[peers]'). Of --text the last 10% are used, as in quality.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import math
 import sys
 import tempfile
@@ -33,21 +30,13 @@ from numpy.typing import NDArray
 from vs_llamacpp import LlamaCpp
 
 from nanoinfer import LLM
-from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.gguf import export as gguf_export
-from nanoinfer.checkpoints.gguf import model as gguf
-from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES
 from nanoinfer.checkpoints.load import load_model
-from nanoinfer.checkpoints.weights import Calibration, Weights
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
-from nanoinfer.engines.calibrate import calibrate
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.parameters import LAYER, shapes
-from nanoinfer.tokenizers import tokenizer as tokenizers
-from nanoinfer.training.data import split_texts
-from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.models.parameters import LAYER
 from nanoinfer.utils.arrays import HostTensor
-from nanoinfer.utils.environment import num_cpus
 
 Order = NDArray[np.intp]
 
@@ -89,37 +78,19 @@ def _layer_orders(config: ModelConfig, stream: Order, generator: np.random.Gener
     }
 
 
-def tensor_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the names of the tensors of a GGUF file, with those of ours of which they are parts."""
-    family = gguf.stored_family(config, ARCHITECTURES[gguf_export.architecture(config)])
-    for name, shape in shapes(config).items():
-        for part, _ in family.recipe(config, name, shape[0]).parts:
-            yield part, name
-
-
-def quantize_by_llamacpp(source: Path, target: Path, config: ModelConfig, calibration: Calibration | None) -> None:
-    """Write a GGUF file in Q4_K_M by llama.cpp's quantizer, with the importance of the calibration if there is one."""
+def quantize_by_llamacpp(source: Path, target: Path) -> None:
+    """Write a GGUF file in Q4_K_M by llama.cpp's quantizer."""
     import llama_cpp
 
     quiet = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     options: Any = llama_cpp.llama_model_quantize_default_params()
     options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
-    if calibration is not None:
-        names = [(part, name) for part, name in tensor_names(config) if name in calibration.importance]
-        entries = (llama_cpp.llama_model_imatrix_data * (len(names) + 1))()  # an empty one ends them
-        for entry, (part, name) in zip(entries, names, strict=False):
-            values = calibration.importance[name]
-            entry.name, entry.size = part.encode(), values.size
-            entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        options.imatrix = entries
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(options)):
         raise RuntimeError(f"llama.cpp cannot quantize {source}")
 
 
-def sources_of(
-    model: str, text: str, num_tokens: int, folder: Path
-) -> tuple[LLM, dict[str, quality.Source], dict[str, int], bool]:
+def sources_of(model: str, folder: Path) -> tuple[LLM, dict[str, quality.Source], dict[str, int], bool]:
     """Write the models to a folder. Return the reference, each system, its bytes, and whether channels are permuted."""
     loaded, floats = load_model(model), folder / "floats.gguf"
     is_permuted = bool(loaded.weights.block_formats)
@@ -127,22 +98,15 @@ def sources_of(
         loaded.weights = permuted(loaded.weights)
     gguf_export.write_file(loaded.weights, floats, "F16", gguf_export.describe_text(loaded), "floats")
     loaded = load_model(str(floats))
-    assert loaded.tokenizer is not None
     weights = loaded.weights
-    calibration = calibrate(weights, text, loaded.tokenizer, num_tokens)
-    calibrated = replace(weights, calibration=calibration)
-    json = tokenizers.to_json(loaded.tokenizer)
-    packed.write_folder(calibrated, folder / "calibrated", "int4", json, num_cpus())
-    quantize_by_llamacpp(floats, folder / "theirs.gguf", weights.config, None)
-    quantize_by_llamacpp(floats, folder / "theirs-imatrix.gguf", weights.config, calibration)
+    quantize_by_llamacpp(floats, folder / "theirs.gguf")
     common: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": min(quality.WINDOW, weights.config.block_size)}
     native = common | {"engine": "native", "kv_cache_dtype": "float32"}
     llms = {
         "reference": LLM(str(floats), **common, **quality.REFERENCE),
         "int4 of `native`": LLM(str(floats), **native, quantization="int4"),
-        "int4 of `native`, calibrated": LLM(str(folder / "calibrated"), **native),
     }
-    files = {"llama.cpp's Q4_K_M": "theirs", "llama.cpp's Q4_K_M, the same importance": "theirs-imatrix"}
+    files = {"llama.cpp's Q4_K_M": "theirs"}
     llms |= {f"{name}, by `native`": LLM(str(folder / f"{file}.gguf"), **native) for name, file in files.items()}
     sizes = {name: quality.weight_bytes(llm.engine) for name, llm in llms.items()}
     sources: dict[str, quality.Source] = {n: partial(quality.distributions, llm.engine) for n, llm in llms.items()}
@@ -157,17 +121,13 @@ def main() -> int:
     """Print the table of a model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="shakespeare", help="default: %(default)s")
-    parser.add_argument("--calibrate", type=Path, required=True, help="UTF-8 text, of which the first 90%% are used")
-    parser.add_argument("--calibrate-tokens", type=int, default=16384, help="default: %(default)s")
     parser.add_argument("--text", type=Path, help="text to measure on, as TEXT of quality.py")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens to measure on; default: %(default)s")
     args = parser.parse_args()
     try:
-        content = args.calibrate.read_text(encoding="utf-8")
-        (first,), _ = split_texts([content], TrainConfig.val_fraction)
         text = quality.read(args.text)
         with tempfile.TemporaryDirectory() as folder:
-            reference, sources, sizes, is_permuted = sources_of(args.model, first, args.calibrate_tokens, Path(folder))
+            reference, sources, sizes, is_permuted = sources_of(args.model, Path(folder))
             window = min(quality.WINDOW, reference.config.block_size)
             texts = quality.windows(reference.tokenize(text), window, args.tokens)
             totals = quality.compare(sources, texts)
@@ -175,7 +135,6 @@ def main() -> int:
         print(f"same_floats: {e}", file=sys.stderr)
         return 1
     print_table(totals, sizes, f"{Path(args.model).name}{', channels permuted' if is_permuted else ''}")
-    print(f"\nCalibrated on {args.calibrate.name}, SHA-256 {hashlib.sha256(content.encode()).hexdigest()[:16]}...")
     return 0
 
 

@@ -89,7 +89,7 @@ def test_a_mapped_file_that_memory_cannot_hold_is_said_to_be_read_from_disk(
     expected = all_logits(engine_of(mapped), TOKENS)
     assert "from disk" not in caplog.text
     monkeypatch.setattr(native, "free_memory", lambda device: 100)
-    assert np.array_equal(all_logits(engine_of(mapped), TOKENS), expected)  # its experts are read ahead
+    assert np.array_equal(all_logits(engine_of(mapped), TOKENS), expected)
     assert "has 0.0 GiB of weights, but 0.0 GiB of memory are free: steps read the others from disk" in caplog.text
 
 
@@ -129,19 +129,3 @@ def test_rows_of_few_inputs_fit_their_memory() -> None:
     for i in range(3):
         assert np.array_equal(engine.extend(StepBatch([0], tokens[i : i + 1], [1], [1]))[0], whole[i])
     assert np.isfinite(whole).all()
-
-
-def test_calibration_sums_the_inputs_of_experts() -> None:
-    engine = engine_of(make_weights(SHAPES["shared"]))
-    engine.observe_inputs()
-    all_logits(engine, TOKENS)
-    sums = engine.input_squares()
-    beside = engine_of(make_weights(SHAPES["beside an MLP"]))
-    beside.observe_inputs()
-    all_logits(beside, TOKENS)
-    assert beside.input_squares()["transformer.h.1.mlp.shared.c_proj.weight"].shape == (80,)
-    for name, width in (("experts.c_fc", 64), ("experts.c_proj", 40), ("shared.c_fc", 64), ("shared.c_proj", 24)):
-        assert sums[f"transformer.h.0.mlp.{name}.weight"].shape == (width,)
-        assert (sums[f"transformer.h.0.mlp.{name}.weight"] > 0).all()
-    assert "transformer.h.1.mlp.c_fc.weight" in sums
-    assert "transformer.h.1.mlp.experts.c_fc.weight" not in sums

@@ -120,7 +120,7 @@ def test_a_packed_folder_is_the_same_model(config: ModelConfig, tmp_path: Path) 
 def test_folders_without_blocks_are_refused(tmp_path: Path) -> None:
     packed.write_folder(make_weights(TINY), tmp_path / "p", "int4", None, 1)
     path = tmp_path / "p" / packed.FILE
-    path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"1"'))
+    path.write_bytes(path.read_bytes().replace(b'"version": "2"', b'"version": "1"'))
     with pytest.raises(NanoinferError, match=r"h\.0\..* is in int4 without blocks: pack the original model"):
         packed.open_folder(tmp_path / "p")
 

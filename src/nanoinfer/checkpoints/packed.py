@@ -301,7 +301,7 @@ def write_folder(
         NanoinferError: the folder contains files or cannot be written.
     """
     if format in QUANTIZATIONS:
-        weights = replace(weights, block_formats=weights.formats(format))
+        weights = replace(weights, block_formats=Weights.formats(weights, format))
     layout = pieces(weights.config, format, weights.block_formats)
     config = json.dumps(huggingface.config_to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
@@ -336,8 +336,6 @@ def _header(layout: dict[str, Piece], format: str, weights: Weights) -> tuple[by
     metadata["vocab_size"] = str(weights.config.vocab_size)
     if weights.block_formats:
         metadata |= {"version": BLOCKS_VERSION, "formats": json.dumps(dict(weights.block_formats))}
-    if (text := weights.calibration) is not None:
-        metadata |= {"calibration_sha256": text.sha256, "calibration_tokens": str(text.num_tokens)}
     kinds = {"uint8": "U8", "float32": "F32"}
     entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in layout.items()}
     header = make_header(entries, metadata, _PAGE)
@@ -374,9 +372,11 @@ def _write_pieces(
                 panels, scales = native.pack_blocks(blocks=part.blocks(), format=wanted_format, threads=threads)
             else:
                 panels, scales = native.pack(
-                    values=part.values, dtype=part.dtype, format=wanted_format, threads=threads,
-                    importance=weights.importance(name),
-                )  # fmt: skip
+                    values=part.values,
+                    dtype=part.dtype,
+                    format=wanted_format,
+                    threads=threads,
+                )
             put(place, panels)
             if scales.size:
                 put(_scales_of(name), scales)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -23,19 +22,6 @@ from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedB
 from nanoinfer.utils.files import escaped
 
 log = logging.getLogger("nanoinfer")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What a run of a model over a text says about its matrices."""
-
-    importance: Mapping[str, NDArray[np.float32]]
-    """Matrix -> how much the squared error of the weights of each input counts, (in), above 0; 1 on average or a little
-    more. Matrices that no product reads (an embedding without the output head) have no entry."""
-    num_tokens: int
-    """Tokens of the text that were used."""
-    sha256: str
-    """Of the text's UTF-8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +51,6 @@ class Weights:
     """How a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
     file_bytes: int = field(default=0, kw_only=True)
     """Size of the checkpoint's files; 0: not known."""
-    calibration: Calibration | None = field(default=None, kw_only=True)
-    """What weights the errors in packed folders in int4 and in GGUF files; None: all count alike."""
-
-    def importance(self, name: str) -> NDArray[np.float32] | None:
-        """Return the importance of a matrix's inputs; None if there is none."""
-        return None if self.calibration is None else self.calibration.importance.get(name)
 
     def formats(self, quantization: str | None) -> Mapping[str, BlockFormats]:
         """Return the matrices that engine `native` has in formats of GGUF files, and their formats."""

@@ -11,42 +11,33 @@ from typing import TYPE_CHECKING
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import are_given, config_flag, flags, option
+from nanoinfer.cli.options import config_flag, flags, option
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import format_names
 from nanoinfer.utils.checks import require_choice
-from nanoinfer.utils.files import escaped, read_text
+from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.load import LoadedModel
 
 log = logging.getLogger("nanoinfer")
-NUM_TOKENS = 16384
-"""Default of --calibrate-tokens."""
-_CALIBRATE = "UTF-8 text of the kind that the model is used for, by which --quantization int4 weights rounding errors."
 _FLAGS = ("dtype", "quantization", "threads")
 
 
 @command("pack")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
 @option("output", "Folder to write; must be empty or not exist.", "FOLDER")
-@option("calibrate", _CALIBRATE, "FILE")
-@option("calibrate_tokens", "Tokens of the text to use at most, in windows that are spread over it.")
 @config_flag("tokenizer")
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
-def pack(
-    *, model: str, output: Path, calibrate: Path | None, calibrate_tokens: int = NUM_TOKENS, tokenizer: str | None,
-    options: EngineConfig,
-) -> None:  # fmt: skip
+def pack(*, model: str, output: Path, tokenizer: str | None, options: EngineConfig) -> None:
     """Pack weights into a folder that engine native maps into memory.
 
     Examples:
         nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
         nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
-        nanoinfer pack gpt2 --quantization int4 --calibrate text.txt -o out/gpt2
         nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
     """
     from nanoinfer.checkpoints import packed, tokenizer_files
@@ -60,10 +51,6 @@ def pack(
         if options.dtype != "auto":
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
     format = options.quantization or options.dtype
-    if calibrate is not None and options.quantization != "int4":
-        raise NanoinferError(f"--calibrate has no effect on {format}, whose scales are not searched: leave it out")
-    if calibrate is None and are_given(["calibrate_tokens"]):
-        raise NanoinferError("--calibrate-tokens needs --calibrate FILE")
     loaded = load_model(model, tokenizer=tokenizer)
     if not loaded.weights.has_head:
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
@@ -78,7 +65,6 @@ def pack(
     else:
         format = resolve_dtype("auto", "cpu", loaded.weights.stored_dtype)
     block_formats = loaded.weights.block_formats
-    note = "" if calibrate is None else _calibrate_model(loaded, calibrate, calibrate_tokens, options.threads)
     tokenizer_json = None
     if loaded.tokenizer is None:
         log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
@@ -94,7 +80,7 @@ def pack(
         write_folder(output / name, files)
     formats = " ".join(format_names(block_formats)) or format
     print(
-        f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes{note}",
+        f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes",
         file=sys.stderr,
     )
 
@@ -136,26 +122,6 @@ def export(
     if is_quantized and num_bytes > file_bytes:
         log.warning("the file is larger than the %s bytes of %s, which is quantized", f"{file_bytes:,}", escaped(model))
     print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes", file=sys.stderr)
-
-
-def _calibrate_model(loaded: LoadedModel, path: Path, num_tokens: int, threads: int | None) -> str:
-    """Add the calibration by a text to a model's weights, in place; return a note for the message about the result.
-
-    Raises:
-        NanoinferError: the text cannot be read or is too short; the model has no tokenizer; engine native is missing.
-    """
-    from nanoinfer.engines.calibrate import calibrate
-    from nanoinfer.engines.registry import ENGINES
-
-    text = read_text(path, "a calibration text")
-    if (why := ENGINES["native"].unavailable()) is not None:
-        raise NanoinferError(f"--calibrate needs engine native: {why}")
-    if loaded.tokenizer is None:
-        raise NanoinferError(f"--calibrate needs a tokenizer: {loaded.no_tokenizer_reason}")
-    with ProgressBar("calibrate", lines=True) as bar, about(escaped(path)):
-        found = calibrate(loaded.weights, text, loaded.tokenizer, num_tokens, threads, bar.update)
-    loaded.weights = dataclasses.replace(loaded.weights, calibration=found)
-    return f", calibrated on {found.num_tokens:,} tokens of {escaped(path)}"
 
 
 def _warn_if_quantized(loaded: LoadedModel, format: str) -> None:

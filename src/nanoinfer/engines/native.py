@@ -78,7 +78,7 @@ class NativeEngine(Sequences):
                 self._decoder.load_packed(name, panels, scales)
             for name, values in weights.vectors():
                 self._decoder.load(name, values)
-            if self._reads_from_disk(weights):
+            if _reads_from_disk(weights):
                 self._decoder.read_experts_ahead()
         else:
             for name, tensor in weights.read():
@@ -92,16 +92,6 @@ class NativeEngine(Sequences):
                     del part
                 del tensor  # before the next one is read
         self._decoder.check_loaded()
-
-    def _reads_from_disk(self, weights: PackedWeights) -> bool:
-        """Return whether a mapped file has more weights than fit in memory, and log a warning if so."""
-        size, free = sum(array.nbytes for array in weights.arrays.values()), free_memory("cpu")
-        if size > free:
-            log.warning(
-                "%s has %.1f GiB of weights, but %.1f GiB of memory are free: steps read the others from disk, at its"
-                " speed", weights.folder, size / 2**30, free / 2**30,
-            )  # fmt: skip
-        return size > free
 
     @property
     def isa(self) -> str:
@@ -139,14 +129,6 @@ class NativeEngine(Sequences):
         hidden = np.empty((self._num_hidden, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
         return hidden
-
-    def observe_inputs(self) -> None:
-        """From here on, sum the squares of each matrix's inputs, of the output head's where logits are requested."""
-        self._decoder.observe_inputs()
-
-    def input_squares(self) -> dict[str, NDArray[np.float64]]:
-        """Return the sums by the name of the matrix, (in) each. A tied head is lm_head.weight."""
-        return {name: np.array(sums) for name, sums in self._decoder.input_squares().items()}
 
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
@@ -236,6 +218,17 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
+
+
+def _reads_from_disk(weights: PackedWeights) -> bool:
+    """Return whether a mapped file has more weights than fit in memory, and log a warning if so."""
+    size, free = sum(array.nbytes for array in weights.arrays.values()), free_memory("cpu")
+    if size > free:
+        log.warning(
+            "%s has %.1f GiB of weights, but %.1f GiB of memory are free: steps read the others from disk, at its"
+            " speed", weights.folder, size / 2**30, free / 2**30,
+        )  # fmt: skip
+    return size > free
 
 
 def _warn_of_another_cpu(isa: str) -> None:

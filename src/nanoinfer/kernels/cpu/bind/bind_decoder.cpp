@@ -144,22 +144,15 @@ nb::tuple packed(PackedSize size, int num_threads, F&& fill) {
   return nb::make_tuple(owned(std::move(data), {size.first}), owned(std::move(scales), {size.second}));
 }
 
-nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads,
-                      const std::optional<Floats1>& importance) {
+nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
   const Stored matrix = stored(values, dtype);
   const WeightType type = weight_type(format);
   if (!packs_floats(type, matrix.columns))
     throw std::invalid_argument("format '" + format + "' of " + std::to_string(matrix.columns) +
                                 " columns is packed from blocks: use pack_blocks");
-  const float* const weights = importance ? importance->data() : nullptr;
-  if (weights && static_cast<std::int64_t>(importance->size()) != matrix.columns)
-    throw std::invalid_argument("importance has " + std::to_string(importance->size()) + " values, must have " +
-                                std::to_string(matrix.columns));
-  if (weights && !std::all_of(weights, weights + matrix.columns, [](float w) { return w > 0 && w <= 1e6f; }))
-    throw std::invalid_argument("importance must be above 0, and at most 1e6");
   return packed(packed_size(format, matrix.rows, matrix.columns), num_threads,
                 [&](ThreadPool& threads, std::uint8_t* data, float* scales) {
-                  pack(threads, type, matrix, weights, data, scales);
+                  pack(threads, type, matrix, data, scales);
                 });
 }
 
@@ -223,10 +216,8 @@ void bind_decoder(nb::module_& m) {
 
   m.def("packed_size", &packed_size, nb::kw_only(), "format"_a, "rows"_a, "columns"_a, "Bytes of the panels of a matrix, and the number of its scales.");
   m.def("pack", &pack_matrix, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
-        "importance"_a = nb::none(),
         "Pack a matrix (out, in) on all threads; return its panels and scales for Decoder.load_packed. The values are"
-        " as in Decoder.load. importance: (in) float32; in q4_k, q5_0 and q6_k, how much the squared error of an input's"
-        " weights counts.");
+        " as in Decoder.load.");
   m.def("pack_blocks", &pack_rows, nb::kw_only(), "blocks"_a.noconvert(), "format"_a, "threads"_a,
         "The same for the rows of blocks of a GGUF file, (out, bytes of a row), in their format.");
 
@@ -313,11 +304,6 @@ void bind_decoder(nb::module_& m) {
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
       .def("read_experts_ahead", [](Guarded& d) { d.locked([](Decoder& x) { x.read_experts_ahead(); }); },
            "From here on, ask the system to read the experts of a step from their mapped file before they are multiplied.")
-      .def("observe_inputs", [](Guarded& d) { d.locked([](Decoder& x) { x.observe_inputs(); }); },
-           "From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with"
-           " logits.")
-      .def("input_squares", [](Guarded& d) { return d.locked([](Decoder& x) { return x.input_squares(); }); },
-           "Return the sums by the name of the matrix; a tied head is lm_head.weight.")
       .def(
           "part_seconds",
           [](Guarded& d) {

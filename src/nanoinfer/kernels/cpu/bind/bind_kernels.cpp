@@ -53,8 +53,7 @@ struct Packed {
   std::vector<float> scale, bias;
 
   // weights: (out, in), or for a format of GGUF files also its blocks, (out, bytes of a row) uint8.
-  Packed(const Tensor& weights, const std::string& dtype, const std::optional<Floats1>& b, WeightType type,
-         const std::optional<Floats1>& importance = std::nullopt) {
+  Packed(const Tensor& weights, const std::string& dtype, const std::optional<Floats1>& b, WeightType type) {
     const bool blocks = has_blocks(type) && weights.dtype() == nb::dtype<std::uint8_t>() && weights.ndim() == 2;
     require(blocks || packs_floats(type, size(weights, 1)), "weights of this format must be given as blocks");
     const std::int64_t block = blocks ? row_bytes(type, padded_depth(type, 1)) : 1;
@@ -66,7 +65,6 @@ struct Packed {
                                  : stored(weights, dtype);
     require(values.rows > 0 && values.columns > 0, "weights must have at least one output and one input");
     require(!b || size(*b, 0) == values.rows, "bias must have one number for each output");
-    require(!importance || size(*importance, 0) == values.columns, "importance must have one number for each input");
     m = matrix_of(type, values.rows, values.columns);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
@@ -76,8 +74,7 @@ struct Packed {
       pack_blocks(type, static_cast<const std::uint8_t*>(values.data), m.out, m.in, 0, m.panels, data.data());
     } else {
       std::vector<float> scratch(kPanel * m.in);
-      pack_panels(type, values, importance ? importance->data() : nullptr, 0, m.panels, data.data(), scale.data(),
-                  scratch.data());
+      pack_panels(type, values, 0, m.panels, data.data(), scale.data(), scratch.data());
     }
     m.data = data.data();
     m.scale = scale.data();
@@ -109,9 +106,8 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
   return to_numpy(to, rows, w.m.out, stride);
 }
 
-Array2 unpack(const Tensor& weights, const std::string& dtype, const std::string& format,
-              const std::optional<Floats1>& importance) {
-  const Packed w(weights, dtype, std::nullopt, weight_type(format), importance);
+Array2 unpack(const Tensor& weights, const std::string& dtype, const std::string& format) {
+  const Packed w(weights, dtype, std::nullopt, weight_type(format));
   std::vector<float> to(w.m.out * w.m.in);
   for (std::int64_t o = 0; o < w.m.out; ++o) unpack_row(w.m, o, to.data() + o * w.m.in);
   return to_numpy(to, w.m.out, w.m.in, w.m.in);
@@ -188,7 +184,7 @@ void bind_kernels(nb::module_& m) {
         "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`, or blocks of a GGUF file (out, bytes)"
         " uint8; `add` adds to y (rows, out).");
   m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "dtype"_a = "float32", "format"_a,
-        "importance"_a = nb::none(), "For tests: weights (out, in) after packing, as by `pack`, and unpacking.");
+        "For tests: weights (out, in) after packing, as by `pack`, and unpacking.");
   m.def("norm", &norm, nb::kw_only(), "kind"_a = "layer", "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
         "For tests: norm of the rows of x, layer or rms.");
   m.def("rotate", &rotate, nb::kw_only(), "x"_a, "cos"_a, "sin"_a, "isa"_a = "",

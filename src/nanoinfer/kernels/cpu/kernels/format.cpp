@@ -329,7 +329,7 @@ void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* 
 #include "quantize.h"
 
 // Pack `count` outputs of one panel, row-major float32.
-void pack_panel(WeightType type, const float* weights, const float* importance, std::int64_t count, std::int64_t in,
+void pack_panel(WeightType type, const float* weights, std::int64_t count, std::int64_t in,
                 std::uint8_t* data, float* scale) {
   if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 encodes 0
   for (std::int64_t o = 0; o < count; ++o) {
@@ -347,9 +347,9 @@ void pack_panel(WeightType type, const float* weights, const float* importance, 
         break;
       case WeightType::i8: pack8(row, in, o, data, scale + o); break;
       case WeightType::q8_0: pack_q8_0(row, in, o, data); break;
-      case WeightType::q5_0: pack_row<WeightType::q5_0, quantize_q5_0>(row, importance, in, o, data); break;
-      case WeightType::q4_k: pack_row<WeightType::q4_k, quantize_q4_k>(row, importance, in, o, data); break;
-      case WeightType::q6_k: pack_row<WeightType::q6_k, quantize_q6_k>(row, importance, in, o, data); break;
+      case WeightType::q5_0: pack_row<WeightType::q5_0, quantize_q5_0>(row, in, o, data); break;
+      case WeightType::q4_k: pack_row<WeightType::q4_k, quantize_q4_k>(row, in, o, data); break;
+      case WeightType::q6_k: pack_row<WeightType::q6_k, quantize_q6_k>(row, in, o, data); break;
       default: break;  // only blocks of a file are packed in the other formats (pack_blocks)
     }
   }
@@ -431,12 +431,12 @@ void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* 
   }
 }
 
-void pack_panels(WeightType type, const Stored& weights, const float* importance, std::int64_t begin, std::int64_t end,
+void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end,
                  std::uint8_t* data, float* scale, float* scratch) {
   for (std::int64_t p = begin; p < end; ++p) {
     const std::int64_t first = p * kPanel, count = std::min(kPanel, weights.rows - first);
     read_rows(weights, first, first + count, scratch);
-    pack_panel(type, scratch, importance, count, weights.columns, data + p * panel_bytes(type, weights.columns), scale + first);
+    pack_panel(type, scratch, count, weights.columns, data + p * panel_bytes(type, weights.columns), scale + first);
   }
 }
 

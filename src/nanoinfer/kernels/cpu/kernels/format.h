@@ -45,9 +45,8 @@ bool packs_floats(WeightType type, std::int64_t in);
 void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to);
 
 // Pack panels [begin, end) of weights (out, in): outputs [32 begin, 32 end). data: the first panel of the matrix; scale:
-// its first scale, which only i8 writes. scratch: kPanel * in floats. importance: how much the squared error of an input's
-// weights counts, (in), or nullptr: 1 each; for the formats that search scales for blocks (quantize.h).
-void pack_panels(WeightType type, const Stored& weights, const float* importance, std::int64_t begin, std::int64_t end,
+// its first scale, which only i8 writes. scratch: kPanel * in floats.
+void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end,
                  std::uint8_t* data, float* scale, float* scratch);
 
 // A row of blocks in a GGUF file: the file's descriptor, and where the row begins.

@@ -2,11 +2,6 @@
 //
 // Scales are searched: several are tried for each group, and the one with the least squared error is kept. The idea is
 // that of make_qx_quants and make_qkx2_quants in ggml (ggml-quants.c). gguf_quantize.py does the same for exports.
-//
-// The error of weight i counts h[i] times, 1 or the importance of its input: the mean of that input's squares over a text.
-// The error of an output is sum_i (error of w_i) a_i. If the inputs a_i are uncorrelated, the mean of its square is
-// sum_i h_i (error of w_i)^2. Importance per input is the idea of llama.cpp's imatrix (tools/imatrix), whose weights have
-// the factor sqrt(sigma^2 + w^2) more.
 #pragma once
 
 // Adding 1.5 * 2^23 rounds to an integer.
@@ -30,17 +25,16 @@ struct Affine {
 };
 constexpr int kVectors = 8;  // of 32 weights
 
-Affine fit_affine(const f32x4* w, const f32x4* h) {
+Affine fit_affine(const f32x4* w) {
   constexpr float highest = 15;
-  f32x4 lows{}, highs{}, counts{}, all{}, squares{};  // the range always includes 0
+  f32x4 lows{}, highs{}, all{}, squares{};  // the range always includes 0
   for (int i = 0; i < kVectors; ++i) {
     lows = w[i] < lows ? w[i] : lows;
     highs = w[i] > highs ? w[i] : highs;
-    counts += h[i];
-    all += h[i] * w[i];
-    squares += h[i] * w[i] * w[i];
+    all += w[i];
+    squares += w[i] * w[i];
   }
-  const float low = std::min({lows[0], lows[1], lows[2], lows[3]}), n = sum(counts), x = sum(all),
+  const float low = std::min({lows[0], lows[1], lows[2], lows[3]}), n = 4 * kVectors, x = sum(all),
               xx = sum(squares);
   const float width = std::max({highs[0], highs[1], highs[2], highs[3]}) - low;
   Affine best{width / highest, -low};
@@ -51,10 +45,9 @@ Affine fit_affine(const f32x4* w, const f32x4* h) {
     f32x4 sum_q{}, sum_qq{}, sum_qx{};
     for (int i = 0; i < kVectors; ++i) {
       const f32x4 q = rounded((w[i] - low) * inverse, 0, highest);
-      const f32x4 hq = h[i] * q;
-      sum_q += hq;
-      sum_qq += hq * q;
-      sum_qx += hq * w[i];
+      sum_q += q;
+      sum_qq += q * q;
+      sum_qx += q * w[i];
     }
     const float q = sum(sum_q), qq = sum(sum_qq), qx = sum(sum_qx), spread = n * qq - q * q;
     if (!(spread > 1e-5f * n * qq)) continue;  // less than that is a rounding error of the difference
@@ -68,7 +61,7 @@ Affine fit_affine(const f32x4* w, const f32x4* h) {
 
 // The scale of `n` weights for integers in [-levels, levels - 1]: the largest magnitude becomes about -levels.
 template <int n, int levels>
-float fit_symmetric(const f32x4* w, const f32x4* h) {
+float fit_symmetric(const f32x4* w) {
   float largest = 0, best = 0, scale = 0;
   for (int i = 0; i < n; ++i)
     if (std::fabs(w[i / 4][i % 4]) > std::fabs(largest)) largest = w[i / 4][i % 4];
@@ -77,9 +70,8 @@ float fit_symmetric(const f32x4* w, const f32x4* h) {
     f32x4 sum_qq{}, sum_qx{};
     for (int i = 0; i < n / 4; ++i) {
       const f32x4 q = rounded(w[i] * inverse, -levels, levels - 1);
-      const f32x4 hq = h[i] * q;
-      sum_qq += hq * q;
-      sum_qx += hq * w[i];
+      sum_qq += q * q;
+      sum_qx += q * w[i];
     }
     const float qq = sum(sum_qq), qx = sum(sum_qx);
     if (qq > 0 && qx * qx / qq > best) best = qx * qx / qq, scale = qx / qq;
@@ -100,8 +92,8 @@ void codes_of(const f32x4* w, int n, float scale, float minimum, float low, floa
   }
 }
 
-void quantize_q5_0(const f32x4* w, const f32x4* h, std::uint8_t* block) {
-  const float scale = fit_symmetric<32, 16>(w, h);
+void quantize_q5_0(const f32x4* w, std::uint8_t* block) {
+  const float scale = fit_symmetric<32, 16>(w);
   put_half(scale, block);
   std::uint8_t codes[32];
   codes_of(w, kVectors, half(scale), 0, -16, 15, codes);
@@ -109,10 +101,10 @@ void quantize_q5_0(const f32x4* w, const f32x4* h, std::uint8_t* block) {
   for (int i = 0; i < 16; ++i) block[6 + i] = (codes[i] & 15) | (codes[i + 16] & 15) << 4;
 }
 
-void quantize_q4_k(const f32x4* w, const f32x4* h, std::uint8_t* block) {
+void quantize_q4_k(const f32x4* w, std::uint8_t* block) {
   Affine fits[8], most;
   for (int g = 0; g < 8; ++g) {
-    fits[g] = fit_affine(w + g * kVectors, h + g * kVectors);
+    fits[g] = fit_affine(w + g * kVectors);
     most = {std::max(most.scale, fits[g].scale), std::max(most.minimum, fits[g].minimum)};
   }
   put_half(most.scale / 63, block);
@@ -133,10 +125,10 @@ void quantize_q4_k(const f32x4* w, const f32x4* h, std::uint8_t* block) {
   for (int i = 0; i < 128; ++i) block[16 + i] = codes[i / 32 * 64 + i % 32] | codes[i / 32 * 64 + i % 32 + 32] << 4;
 }
 
-void quantize_q6_k(const f32x4* w, const f32x4* h, std::uint8_t* block) {
+void quantize_q6_k(const f32x4* w, std::uint8_t* block) {
   float scales[16], largest = 0;
   for (int g = 0; g < 16; ++g) {
-    scales[g] = fit_symmetric<16, 32>(w + 4 * g, h + 4 * g);
+    scales[g] = fit_symmetric<16, 32>(w + 4 * g);
     if (std::fabs(scales[g]) > std::fabs(largest)) largest = scales[g];
   }
   put_half(largest / -128, block + 208);
@@ -157,45 +149,18 @@ void quantize_q6_k(const f32x4* w, const f32x4* h, std::uint8_t* block) {
   }
 }
 
-using QuantizeBlock = void (*)(const f32x4* w, const f32x4* h, std::uint8_t* block);
-
-// The squared error of a block, in which that of weight i counts h[i] times.
-template <WeightType type>
-float error_of(const f32x4* w, const f32x4* h, const std::uint8_t* block) {
-  constexpr BlockFormat f(type);
-  std::uint8_t record[f.record()];
-  float values[f.inputs];
-  pack_block<type>(block, 0, record);
-  Matrix one{};
-  one.in = f.inputs;
-  unpack_blocks<type>(one, record, 0, values);
-  float error = 0;
-  for (int i = 0; i < f.inputs; ++i) {
-    const float difference = values[i] - w[i / 4][i % 4];
-    error += h[i / 4][i % 4] * difference * difference;
-  }
-  return error;
-}
+using QuantizeBlock = void (*)(const f32x4* w, std::uint8_t* block);
 
 // Round a row of whole blocks; a block with a NaN or an infinity becomes NaN, so that an overflow reaches the logits.
-// importance: of each input, or nullptr. The scales of a block are rounded together after the search, so that those found
-// with importance can be worse for a block; those found without it are then kept.
 template <WeightType type, QuantizeBlock quantize>
-void pack_row(const float* row, const float* importance, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
+void pack_row(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
   constexpr BlockFormat f(type);
-  f32x4 w[f.inputs / 4], h[f.inputs / 4], ones[f.inputs / 4];
-  std::fill(ones, ones + f.inputs / 4, f32x4{1, 1, 1, 1});
+  f32x4 w[f.inputs / 4];
   for (std::int64_t at = 0; at < in; at += f.inputs, panel += f.record()) {
-    std::uint8_t block[f.block] = {}, weighted[f.block] = {};
+    std::uint8_t block[f.block] = {};
     std::memcpy(w, row + at, sizeof w);
-    const bool finite = is_finite(w, f.inputs / 4);
-    if (finite) quantize(w, ones, block);
+    if (is_finite(w, f.inputs / 4)) quantize(w, block);
     else put_half(NAN, block + f.at_scale);
-    if (importance != nullptr && finite) {
-      std::memcpy(h, importance + at, sizeof h);
-      quantize(w, h, weighted);
-      if (error_of<type>(w, h, weighted) < error_of<type>(w, h, block)) std::memcpy(block, weighted, f.block);
-    }
     pack_block<type>(block, o, panel);
   }
 }

@@ -362,7 +362,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
   } else if (slot.panels) {
     Matrix& m = *slot.matrix;
     require(packs_floats(m.type, m.in), "tensor '" + name + "' must be given as blocks");
-    pack(ThreadPool::current(threads_), m.type, values, /*importance=*/nullptr, slot.panels, slot.scale);
+    pack(ThreadPool::current(threads_), m.type, values, slot.panels, slot.scale);
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
   }
@@ -408,31 +408,6 @@ void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, s
 void Decoder::check_loaded() const {
   for (const auto& [name, slot] : slots_)
     if (!slot.given && !slot.optional) throw std::invalid_argument("tensor '" + name + "' was not loaded");
-}
-
-// The matrices whose inputs are observed, by their names: all that products read but routers. One that shares its inputs
-// with others stands for them: c_fc for the gate beside it, the first part of a matrix for the rest.
-std::unordered_map<std::string, const Matrix*> Decoder::observed() const {
-  std::unordered_map<std::string, const Matrix*> all{{"lm_head.weight", &model_.lm_head}};
-  for (const auto& [name, slot] : slots_) {
-    const auto has = [&name](const char* part) { return name.find(part) != std::string::npos; };
-    if (!slot.matrix || has("wte") || has("router") || has(":")) continue;
-    const auto shared = has("c_gate") ? slots_.find(std::string(name).replace(name.find("c_gate"), 6, "c_fc")) : slots_.end();
-    all[name] = (shared == slots_.end() ? slot : shared->second).matrix;
-  }
-  return all;
-}
-
-void Decoder::observe_inputs() {
-  std::vector<const Matrix*> matrices;
-  for (const auto& [name, matrix] : observed()) matrices.push_back(matrix);
-  pass_.observe_inputs(matrices);
-}
-
-std::unordered_map<std::string, std::vector<double>> Decoder::input_squares() const {
-  std::unordered_map<std::string, std::vector<double>> squares;
-  for (const auto& [name, matrix] : observed()) squares[name] = pass_.input_squares(*matrix);
-  return squares;
 }
 
 std::int64_t Decoder::logits_stride() const { return model_.wte.panels * kPanel; }

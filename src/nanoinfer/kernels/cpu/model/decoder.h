@@ -70,12 +70,8 @@ class Decoder {
   void extend(const Step& step, float* logits);
   // The final hidden states of the last step's logits, (sum(num_logits), n_embd).
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
-  // From here on, sum the squares of each matrix's inputs, over all tokens and, for the output head, those with logits.
-  void observe_inputs();
   // The weights are in a mapped file that memory cannot hold: read the experts of a step before they are multiplied.
   void read_experts_ahead() { pass_.read_experts_ahead(); }
-  // The sums, (in), of each matrix by its name. A tied head is "lm_head.weight"; an embedding that is not has none.
-  std::unordered_map<std::string, std::vector<double>> input_squares() const;
 
  private:
   struct Slot {  // destination of a tensor of the checkpoint
@@ -102,7 +98,6 @@ class Decoder {
   void add_beside(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
-  std::unordered_map<std::string, const Matrix*> observed() const;
 
   decltype(DecoderOptions::formats) formats_;
   ModelWeights model_;

@@ -150,20 +150,19 @@ std::int64_t Mixture::most_hidden_items() const {
   return std::max<std::int64_t>(1, kGateFloats / (rows * kPanel));
 }
 
-const float* Mixture::prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot) {
+void Mixture::prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot) {
   const Group& g = groups_[group_of_[slot]];
   kernels.prepare(w.prepared_as, from, w.in, w.depth, slot - g.slot, g.rows, w.prepared, prepared_ + g.prepared * w.prepared,
                   /*largest=*/0);
-  return from;
 }
 
-const float* Mixture::prepare_x(const Kernels& kernels, const Matrix& c_fc, std::int64_t slot) {
-  return prepare(kernels, c_fc, x + row_of_[slot] * x_stride, slot);
+void Mixture::prepare_x(const Kernels& kernels, const Matrix& c_fc, std::int64_t slot) {
+  prepare(kernels, c_fc, x + row_of_[slot] * x_stride, slot);
 }
 
-const float* Mixture::prepare_hidden(const Kernels& kernels, const Matrix& c_proj, std::int64_t slot) {
+void Mixture::prepare_hidden(const Kernels& kernels, const Matrix& c_proj, std::int64_t slot) {
   const std::int64_t expert = groups_[group_of_[slot]].expert;
-  return prepare(kernels, c_proj, hidden_ + slot * hidden_stride_ + shift_of(expert, s_.expert_dim), slot);
+  prepare(kernels, c_proj, hidden_ + slot * hidden_stride_ + shift_of(expert, s_.expert_dim), slot);
 }
 
 MatmulTask Mixture::task(const Matrix& w, const Group& g, float* y, std::int64_t stride, Epilogue epilogue) const {

@@ -35,9 +35,8 @@ class Mixture {
   // Begin to read the weights of the chosen experts from a mapped file.
   void read_ahead(const ExpertWeights& w) const;
   // Prepare the input of a slot: the row's x for the first two matrices, or what they made of it for the third.
-  // Return the input.
-  const float* prepare_x(const Kernels& kernels, const Matrix& c_fc, std::int64_t slot);
-  const float* prepare_hidden(const Kernels& kernels, const Matrix& c_proj, std::int64_t slot);
+  void prepare_x(const Kernels& kernels, const Matrix& c_fc, std::int64_t slot);
+  void prepare_hidden(const Kernels& kernels, const Matrix& c_proj, std::int64_t slot);
   // The number of items of the products after `group`, and some of them. `most` limits the items of a part.
   std::int64_t hidden_items() const { return static_cast<std::int64_t>(groups_.size()) * panels_of(s_.expert_dim); }
   std::int64_t most_hidden_items() const;
@@ -52,7 +51,7 @@ class Mixture {
     std::int64_t expert, slot, rows;
     std::int64_t prepared;  // the first of its prepared rows
   };
-  const float* prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot);
+  void prepare(const Kernels& kernels, const Matrix& w, const float* from, std::int64_t slot);
   void keep_groups(float* rank, float* scratch) const;
   template <class F>
   void each(Range items, std::int64_t width, F&& f) const;

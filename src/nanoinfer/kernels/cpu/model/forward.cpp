@@ -384,14 +384,14 @@ void ForwardPass::routed_experts(const ExpertWeights& w) {
     phases_[output].count = m.output_items();
     ended();
   };
-  add(&PartSeconds::others, choices, [this, &w, &m](int rank, Range slots) {
-    for (std::int64_t i = slots.begin; i < slots.end; ++i) observe(m.prepare_x(kernels_, w.c_fc, i), w.c_fc, rank);
+  add(&PartSeconds::others, choices, [this, &w, &m](int, Range slots) {
+    for (std::int64_t i = slots.begin; i < slots.end; ++i) m.prepare_x(kernels_, w.c_fc, i);
   });
   add(&PartSeconds::products, 1, [this, &w, &m](int, Range items) {
     m.multiply_hidden(kernels_, w, model_.shape.activation, items);
   });
-  add(&PartSeconds::others, choices, [this, &w, &m](int rank, Range slots) {
-    for (std::int64_t i = slots.begin; i < slots.end; ++i) observe(m.prepare_hidden(kernels_, w.c_proj, i), w.c_proj, rank);
+  add(&PartSeconds::others, choices, [this, &w, &m](int, Range slots) {
+    for (std::int64_t i = slots.begin; i < slots.end; ++i) m.prepare_hidden(kernels_, w.c_proj, i);
   });
   add(&PartSeconds::products, 1, [this, &w, &m](int, Range items) { m.multiply_output(kernels_, w, items); });
 }
@@ -422,7 +422,6 @@ void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& 
 
 // Integers of 8 bits keep the row's scale, so that they are rounded once. Other types take the rounded values.
 void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row) {
-  observe(x, next, rank);
   float largest = 0;
   if (model_.shape.rounded_inputs) {
     largest = kLeastRounded;
@@ -439,36 +438,12 @@ void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std:
                    largest);
 }
 
-void ForwardPass::observe_inputs(const std::vector<const Matrix*>& matrices) {
-  squares_.assign(num_threads_, {});
-  for (auto& mine : squares_)  // all of them here: a thread of the pool must not throw
-    for (const Matrix* w : matrices) mine[w].assign(w->in, 0.0);
-}
-
 void ForwardPass::read_experts_ahead() {
   read_experts_ahead_ = true;
   for (const LayerWeights& l : model_.layers)
     if (l.experts)
       for (const Matrix* w : {&l.experts->c_gate, &l.experts->c_fc, &l.experts->c_proj})
         advise(w->data, w->panels * w->panel_bytes, Access::random);
-}
-
-// In float64: the threads' shares of the rows change the sums by less than float32 can represent.
-void ForwardPass::observe(const float* x, const Matrix& w, int rank) {
-  if (squares_.empty()) return;
-  std::vector<double>& sums = squares_[rank].find(&w)->second;
-  for (std::int64_t i = 0; i < w.in; ++i) sums[i] += static_cast<double>(x[i]) * x[i];
-}
-
-std::vector<double> ForwardPass::input_squares(const Matrix& w) const {
-  std::vector<double> all;
-  for (const auto& mine : squares_) {
-    const auto found = mine.find(&w);
-    if (found == mine.end()) return {};
-    all.resize(w.in);
-    for (std::int64_t i = 0; i < w.in; ++i) all[i] += found->second[i];
-  }
-  return all;
 }
 
 MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const {
@@ -576,7 +551,7 @@ void ForwardPass::attend_item(std::int64_t layer, const Run& run, std::int64_t h
 }
 
 void ForwardPass::finish() {
-  add_rows(&PartSeconds::others, [this](int rank, std::int64_t r) {
+  add_rows(&PartSeconds::others, [this](int, std::int64_t r) {
     const std::int64_t C = model_.shape.n_embd, logit = rows_[r].logit;
     if (logit < 0) return;
     const Matrix& w = model_.lm_head;
@@ -584,7 +559,6 @@ void ForwardPass::finish() {
     norm(model_.ln_f, x_ + r * x_stride_, C, y);
     if (model_.shape.final_scale != 1)
       for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
-    observe(y, w, rank);
     kernels_.prepare(w.prepared_as, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data(), /*largest=*/0);
   });
 }

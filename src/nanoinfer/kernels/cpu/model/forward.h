@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "cache.h"
@@ -165,14 +164,9 @@ class ForwardPass {
   // The final hidden states of the last step's logits, (num_logits, n_embd), before they were rounded for the head.
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
-  // Sum the squares of the inputs of these matrices from here on: all that `prepare_row` prepares rows for, and lm_head,
-  // whose inputs are those of `final_hidden`. Of matrices that share their inputs, the first.
-  void observe_inputs(const std::vector<const Matrix*>& matrices);
   // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
   // weights must be loaded.
   void read_experts_ahead();
-  // The sums for a matrix of the model, (in); empty if it has none.
-  std::vector<double> input_squares(const Matrix& w) const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -226,7 +220,6 @@ class ForwardPass {
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
-  void observe(const float* x, const Matrix& w, int rank);
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
   void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const;
@@ -250,7 +243,6 @@ class ForwardPass {
   std::vector<Row> kept_;                             // of `keep_rows_with_logits`
   std::vector<Run> runs_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
-  std::vector<std::unordered_map<const Matrix*, std::vector<double>>> squares_;  // of each thread; none: not observed
   std::vector<Phase> phases_;                         // of the step
   std::int64_t block_rows_ = 0;  // that a thread takes through all steps up to the next attention; 0: threads share panels
   std::vector<RowStep> row_steps_;                    // since the last phase

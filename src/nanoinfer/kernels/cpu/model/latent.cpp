@@ -97,10 +97,9 @@ void ForwardPass::latent_values(const LayerWeights& w) {
 void ForwardPass::multiply_heads(const Matrix& w, std::int64_t width, const float* from, std::int64_t stride,
                                  std::int64_t distance) {
   LatentHeads& heads = *latent_;
-  add_rows(&PartSeconds::others, [this, &w, &heads, from, stride, distance](int rank, std::int64_t r) {
+  add_rows(&PartSeconds::others, [this, &w, &heads, from, stride, distance](int, std::int64_t r) {
     for (std::int64_t h = 0; h < model_.shape.n_head; ++h) {
       const float* x = from + r * stride + h * distance;
-      observe(x, w, rank);
       kernels_.prepare(w.prepared_as, x, w.in, w.depth, r, num_rows_, w.prepared, heads.prepared(w, h, num_rows_),
                        /*largest=*/0);
     }

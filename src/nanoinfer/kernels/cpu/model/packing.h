@@ -15,14 +15,12 @@
 
 namespace nanoinfer {
 
-// data: (panels, panel_bytes); scale: (panels * kPanel), which only i8 writes; importance: as in pack_panels. Throws
-// std::bad_alloc.
-inline void pack(ThreadPool& threads, WeightType type, const Stored& weights, const float* importance,
-                 std::uint8_t* data, float* scale) {
+// data: (panels, panel_bytes); scale: (panels * kPanel), which only i8 writes. Throws std::bad_alloc.
+inline void pack(ThreadPool& threads, WeightType type, const Stored& weights, std::uint8_t* data, float* scale) {
   const std::int64_t panels = (weights.rows + kPanel - 1) / kPanel, panel_floats = kPanel * weights.columns;
   std::vector<float> scratch(threads.size() * panel_floats);  // here: a thread of the pool must not throw
   threads.run({panels, [&](int rank, Range part) {
-    pack_panels(type, weights, importance, part.begin, part.end, data, scale, scratch.data() + rank * panel_floats);
+    pack_panels(type, weights, part.begin, part.end, data, scale, scratch.data() + rank * panel_floats);
   }});
 }
 
