@@ -41,7 +41,6 @@ def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
     return history
 
 
-@pytest.mark.slow
 def test_a_draft_comes_nearer_to_its_target(config: TrainConfig) -> None:
     """What is reported is the KL divergence of the saved model, and more tokens are the target's than before."""
     start = validate(prepare(config, complete=_Writer(config)))
@@ -57,38 +56,6 @@ def test_a_draft_comes_nearer_to_its_target(config: TrainConfig) -> None:
     near = distill.divergences(draft.gpt(ids), target.gpt(ids))[0].item()
     assert near == pytest.approx(min(validations), rel=0.4)
     assert draft.config.vocab_size == len(CHARS)
-
-
-def test_the_words_of_the_target_are_learned_not_those_of_the_data(config: TrainConfig) -> None:
-    run(replace(config, max_steps=150, n_layer=2))
-    target, draft = LLM(str(config.distill)), LLM(config.out)
-    agreed = total = 0
-    for output in target.generate(["the", "Dog", "sat on"], SamplingParams(max_tokens=24, temperature=0)):
-        ids = output.prompt_token_ids + output.outputs[0].token_ids
-        for cut in range(len(output.prompt_token_ids), len(ids)):
-            (said,) = draft.generate([ids[:cut]], SamplingParams(max_tokens=1, temperature=0))
-            agreed += said.outputs[0].token_ids[0] == ids[cut]
-            total += 1
-    assert agreed / total > 0.3  # chance is 1 / 59
-
-
-@pytest.mark.slow
-def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
-
-    def kill(progress: TrainProgress) -> None:
-        if progress.step == 30:
-            raise Killed
-
-    whole, cut = (replace(config, out=str(tmp_path / name)) for name in ("whole", "cut"))
-    history = run(whole)
-    with pytest.raises(Killed):
-        train(prepare(cut, complete=_Writer(cut)), kill)
-    resumed = run(cut, resume=True)
-    assert [p.step for p in resumed] == list(range(21, 61))
-    assert [p.loss for p in resumed] == [p.loss for p in history[20:]]
-    assert (Path(cut.out) / "model.safetensors").read_bytes() == (Path(whole.out) / "model.safetensors").read_bytes()
 
 
 def test_texts_begin_with_the_data_and_go_on_at_two_temperatures() -> None:
@@ -192,25 +159,22 @@ def test_the_command(config: TrainConfig) -> None:
     assert "step 4/4" in done.stderr
 
 
-NANOCHAT: dict[str, Any] = {
-    "bias": False, "norm": "rms", "norm_weight": "none", "embedding_norm": True, "qk_norm": "head",
-    "activation": "relu2", "learned_positions": False, "layers": (LayerKind(None, Rotary(8)),) * TINY.n_layer,
+ROTARY = {"learned_positions": False, "layers": (LayerKind(None, Rotary(8)),) * TINY.n_layer}
+NANOCHAT = {
+    "family": "nanochat", "bias": False, "norm": "rms", "norm_weight": "none", "embedding_norm": True,
+    "qk_norm": "head", "activation": "relu2", "n_inner": 40, "logits_softcap": 5.0,
+}  # fmt: skip
+GPTJ = {
+    "family": "gptj", "bias": ("norm", "mlp"), "norm_placement": "shared", "parallel_residual": True,
+    "head_bias": True, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
-def test_a_target_with_a_soft_cap_is_refused(tmp_path: Path) -> None:
-    capped = make_folder(
-        tmp_path / "capped", replace(TINY, family="nanochat", n_inner=40, logits_softcap=5.0, **NANOCHAT)
-    )
-    refuses(
-        lambda: distill.load_target(str(capped), 16),
-        f"distill='{capped}': a target with logits_softcap=5.0 is not supported",
-    )
-
-
-def test_a_target_whose_head_has_biases_is_refused(tmp_path: Path) -> None:
-    gptj = {"bias": ("norm", "mlp"), "learned_positions": False, "norm_placement": "shared", "parallel_residual": True}
-    layers = (LayerKind(None, Rotary(8)),) * TINY.n_layer
-    config = replace(TINY, family="gptj", head_bias=True, tie_word_embeddings=False, layers=layers, **gptj)
-    biased = make_folder(tmp_path / "biased", config)
-    refuses(lambda: distill.load_target(str(biased), 16), "biases of the output head is not supported")
+@pytest.mark.parametrize(
+    "fields, words", [(NANOCHAT, "logits_softcap=5.0 is not supported"), (GPTJ, "biases of the output head is not")]
+)
+def test_a_target_whose_logits_are_more_than_a_product_is_refused(
+    fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    target = make_folder(tmp_path / "target", replace(TINY, **ROTARY, **fields))
+    refuses(lambda: distill.load_target(str(target), 16), f"distill='{target}': a target with", words)

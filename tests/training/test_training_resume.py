@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.cli import Run
 from helpers.errors import refuses
 from helpers.models import make_folder, make_weights, weights_of
 from nanoinfer import LLM
@@ -34,8 +33,7 @@ def config(tmp_path: Path) -> TrainConfig:
     (tmp_path / "text.txt").write_text(TEXT)
     return TrainConfig(
         data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), n_layer=1, n_head=2, n_embd=16, block_size=16,
-        batch_size=4, max_steps=6, warmup_steps=2, learning_rate=3e-3, eval_interval=2,
-        distill_tokens=99,
+        batch_size=4, max_steps=6, warmup_steps=2, learning_rate=3e-3, eval_interval=2, distill_tokens=99,
     )  # fmt: skip
 
 
@@ -99,25 +97,12 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_a_model_that_training_did_not_make_is_kept(config: TrainConfig, foreign: str, kind: str, resume: bool) -> None:
+def test_a_model_that_training_did_not_make_is_kept(config: TrainConfig, foreign: str) -> None:
     make, name = FOREIGN[foreign]
     make(Path(config.out))
-    words = ("out=", name, "no training state", "choose another folder")
-    refuses_unchanged(of_kind(config, kind), *words, resume=resume)
-
-
-def test_the_command_refuses_a_model_of_others(config: TrainConfig, run: Run) -> None:
-    make_folder(Path(config.out))
-    before = contents(Path(config.out))
-    for flags in ([], ["--resume"]):
-        code, out, err = run("train", "--data", *config.data, "--out", config.out, *flags)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "config.json" in err
-        assert "--resume" not in err
-    assert contents(Path(config.out)) == before
+    for resume in (False, True):
+        refuses_unchanged(config, "out=", name, "no training state", "choose another folder", resume=resume)
 
 
 def test_other_files_do_not_matter(config: TrainConfig) -> None:
@@ -213,39 +198,27 @@ def tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], object]:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "junk": (lambda p: p.write_bytes(b"junk"), "is not a valid safetensors file"),
-    "empty": (lambda p: p.write_bytes(b""), "is not a valid safetensors file"),
-    "pickle": (lambda p: torch.save({"step": 1}, p), "is not a valid safetensors file"),
-    "huge header": (lambda p: p.write_bytes(b"\xff" * 64), "is not a valid safetensors file"),
     "cut": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "is not a valid safetensors file"),
     "folder": (lambda p: (p.unlink(), p.mkdir()), "training.state"),
     "pipe": (lambda p: (p.unlink(), os.mkfifo(p)), "a pipe"),
     "no record": (tensor("record", None), "is not a training state"),
-    "record of floats": (
-        edited(lambda t, _: t.update(record=torch.zeros(3, dtype=torch.bfloat16))),
-        "not a training",
-    ),
+    "record of floats": (edited(lambda t, _: t.update(record=torch.zeros(3))), "not a training"),
     "no tokenizer": (tensor("tokenizer_json", None), "is not a training state"),
     "not UTF-8": (tensor("tokenizer_json", torch.full((3,), 255, dtype=torch.uint8)), "is not a training state"),
     "other tokenizer": (tensor("tokenizer_json", torch.tensor([123, 125], dtype=torch.uint8)), "tokenizer"),
-    "no config": (edited(lambda _, r: r.pop("config")), "is not a training state"),
     "config": (put(config=[1]), "is not a training state"),
     "settings": (put(config={}), "was made with"),
     "step": (put(step="3"), "is not a training state"),
     "step 0": (put(step=0), "step=0"),
     "step beyond": (put(step=10**6), "step=1000000"),
-    "step true": (put(step=True), "is not a training state"),
     "best": (put(best_val_loss=float("nan")), "best_val_loss=nan"),
-    "best none": (put(best_val_loss=None), "is not a training state"),
     "digests": (put(digests={}), "was made with other data"),
-    "digests of a list": (put(digests=[]), "is not a training state"),
     "weights": (put(weights="0"), "differ from the run's"),
     "no model": (tensor("model.", None), "is missing"),
     "model shape": (tensor("model.", torch.zeros(3)), "[3]"),
-    "model dtype": (tensor("model.", torch.zeros(3, dtype=torch.int64)), "int64"),
     "moment": (tensor("optimizer.0.exp_avg", None), "is missing"),
     "more": (edited(lambda t, _: t.update(more=torch.zeros(1))), "'more' is torch.float32 [1]"),
     "nan": (edited(lambda t, _: t["optimizer.0.exp_avg"].fill_(float("nan"))), "not finite"),
-    "inf": (edited(lambda t, _: next(v for k, v in t.items() if k[:6] == "model.").fill_(float("inf"))), "not finite"),
 }
 
 
@@ -266,7 +239,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nth_write", range(1, 14))
-@pytest.mark.slow_if(lambda nth_write: nth_write not in (1, 5, 9, 13))
+@pytest.mark.slow_if(lambda nth_write: nth_write not in (1, 5, 9))
 def test_a_kill_between_any_two_files_loses_nothing(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, kind: str, nth_write: int
 ) -> None:
