@@ -151,7 +151,7 @@ def test_verifying_needs_a_text_and_a_clock() -> None:
 
 
 def test_a_worker_verifies(tiny_folder: Path) -> None:
-    with WorkerProcess(Case("static", "m", prompt_tokens=8, output_tokens=4)) as one:
+    with WorkerProcess(Case("native", "m", prompt_tokens=8, output_tokens=4)) as one:
         one.load(tiny_folder)
         assert 0.1 < one.ask("verify") < 20
         refuses(lambda: one.ask("launches"), "launches no kernels")
@@ -505,7 +505,7 @@ def test_backends_that_take_no_turns_are_kept_one_by_one(
 
 
 def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder: Path) -> None:
-    good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
+    good, bad = Case("native", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
     with Processes(tiny_folder) as processes:
         assert len(processes.worker(good).run().tokens[0]) == 4
         for _ in range(2):
@@ -649,7 +649,7 @@ def test_minutes_are_checked_and_resume_goes_on(
 ) -> None:
     refuses(lambda: Plan(minutes=0.0), "minutes=0.0")
     said: list[str] = []
-    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    plan = Plan(model=str(tiny_folder), engine=("native",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
     with monkeypatch.context() as patch:
         now = itertools.count(step=1.0)  # each look at the clock is a second later
         patch.setattr(running, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -667,7 +667,7 @@ def test_resuming_keeps_the_ceiling_and_failed_rows_but_not_unfinished_ones(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "r.json"
-    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=path)
+    plan = Plan(model=str(tiny_folder), engine=("native",), output_tokens=(4,), rounds=1, output=path)
     (made,), _ = run(plan, "test", log=lambda _: None)
     made.rows[0].error, made.rows[0].figures = "out of memory", None
     made.ceiling["read_bytes_per_sec"] = 123e9
@@ -731,7 +731,7 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("name", ["static", "nanogpt", "transformers-dynamic", "transformers-static"])
+@pytest.mark.parametrize("name", ["static", "recompute", "transformers-dynamic", "transformers-static"])
 def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path, name: str) -> None:
     """The whole way: a process of its own, its memory, its counts; in float32 the tokens of `dynamic` on the CPU."""
     if name.startswith("transformers"):

@@ -29,6 +29,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.utils.progress import ProgressBar
 
+pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 pytestmark = pytest.mark.usefixtures("quick_ceiling")
 
 
@@ -53,19 +54,19 @@ def bench(*arguments: object) -> list[str]:
 @pytest.mark.slow
 def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
     ballast = bytearray(os.urandom(1 << 20)) * 1500  # resident here when the worker is started
-    with WorkerProcess(Case("static", "m", output_tokens=4, prompt_tokens=4)) as worker:
+    with WorkerProcess(Case("native", "m", output_tokens=4, prompt_tokens=4)) as worker:
         worker.load(tiny_folder)
         assert (worker.run().peak_memory_bytes or 0) < len(ballast)
 
 
 def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(
-        model=str(tiny_folder), engine=("recompute", "static", "dynamic"), batch=(2,), prompt_tokens=(8,),
+        model=str(tiny_folder), engine=("native", "static"), batch=(2,), prompt_tokens=(8,),
         output_tokens=(6,), rounds=2, output=tmp_path / "r.json",
     )  # fmt: skip
     (made,), interrupted = run(plan, "test", log=quiet)
     assert not interrupted
-    assert [r.case.backend for r in made.rows] == ["recompute", "static", "dynamic"]
+    assert [r.case.backend for r in made.rows] == ["native", "static"]
     for row in made.rows:
         assert row.error is None
         assert row.same_tokens is True
@@ -84,7 +85,7 @@ def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> N
 def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> None:
     plan = Plan(
         model=str(tiny_folder),
-        engine=("static",),
+        engine=("native",),
         dtype=("float32",),
         quantization=("int3",),
         output_tokens=(4,),
@@ -127,7 +128,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
 
 
 def test_a_dead_process_is_a_row_with_its_epitaph(tiny_folder: Path) -> None:
-    case = Case("static", "m", output_tokens=4, prompt_tokens=4)
+    case = Case("native", "m", output_tokens=4, prompt_tokens=4)
     with WorkerProcess(case) as worker:
         worker.load(tiny_folder)
         assert len(worker.run().tokens[0]) == 4
@@ -139,7 +140,7 @@ def test_a_worker_that_computes_ends_with_the_process_that_started_it(tiny_folde
     script = (
         "import sys; from pathlib import Path; from nanoinfer.bench.case import Case;"
         "from nanoinfer.bench.worker import WorkerProcess;"
-        "worker = WorkerProcess(Case('recompute', 'm', output_tokens=1 << 20, prompt_tokens=4));"
+        "worker = WorkerProcess(Case('native', 'm', output_tokens=1 << 20, prompt_tokens=4));"
         "worker.load(Path(sys.argv[1])); print(worker._process.pid, flush=True); worker.run()"
     )
     command = [sys.executable, "-c", script, str(tiny_folder)]
@@ -168,12 +169,12 @@ def written_figures(made: results.Results) -> list[object]:
 
 @pytest.mark.slow
 def test_resume_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
-    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    plan = Plan(model=str(tiny_folder), engine=("native",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
     (first,), _ = run(plan, "test", log=quiet)
-    again = replace(plan, engine=("static", "dynamic"), output=None, resume=tmp_path / "r.json")
+    again = replace(plan, engine=("native", "static"), output=None, resume=tmp_path / "r.json")
     (second,), _ = run(again, "test", log=quiet)
     assert written_figures(second)[:1] == written_figures(first)
-    assert [r.case.backend for r in second.rows] == ["static", "dynamic"]
+    assert [r.case.backend for r in second.rows] == ["native", "static"]
     assert results.to_json(results.read(tmp_path / "r.json")) == results.to_json(second)
     (third,), _ = run(again, "test", log=quiet)
     assert written_figures(third) == written_figures(second)
@@ -184,7 +185,7 @@ def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     flags = [f for n in range(1, 40) for f in ("--batch", n)]
     out = tmp_path / "r.json"
     child = subprocess.Popen(
-        bench("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, *flags, "-o", out),
+        bench("-m", tiny_folder, "--engine", "native", "--output-tokens", 4, *flags, "-o", out),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(), text=True,
     )  # fmt: skip
     for _ in range(600):
@@ -194,7 +195,7 @@ def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     child.send_signal(signal.SIGINT)
     table, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "static float32" in table
+    assert "native float32" in table
     assert "Traceback" not in errors
     assert 1 <= len(results.read(out).rows) < 39
 
@@ -251,10 +252,10 @@ def test_a_missing_peer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> None:
-    flags = ("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, "--rounds", 1)
+    flags = ("-m", tiny_folder, "--engine", "native", "--output-tokens", 4, "--rounds", 1)
     done = subprocess.run(bench(*flags), capture_output=True, text=True, env=one_thread(), check=True)
     assert "ceiling of this machine" in done.stdout
-    assert "static float32" in done.stdout
+    assert "native float32" in done.stdout
     arguments = bench(*flags, "--quantization", "int3", "--json")
     done = subprocess.run(arguments, capture_output=True, text=True, env=one_thread(), check=False)
     assert done.returncode == 1
@@ -265,7 +266,7 @@ def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> Non
 
 @pytest.mark.slow
 def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp_path: Path) -> None:
-    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    plan = Plan(model=str(tiny_folder), engine=("native",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
     (made,), _ = run(plan, "test", log=quiet)
     again = Plan(load=(tmp_path / "r.json", tmp_path / "r.json"), report=tmp_path / "page")
     loaded, interrupted = run(again, "test", log=lambda _: pytest.fail("it measured"))
