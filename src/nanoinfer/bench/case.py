@@ -205,8 +205,6 @@ class Row:
     """FLOPs of the matrix products for one decoded token."""
     mbu_percent: float | None = None
     """Share of the bandwidth that was measured with as many bytes as a step reads: bytes_per_token * tokens/s of it."""
-    mfu_percent: float | None = None
-    """Share of the measured matrix-product speed in this dtype."""
     kernels_per_step: float | None = None
     """Kernels that a decode step runs on the GPU, replayed ones included; at batch 1 a step is a token."""
     kernels_per_layer: int | None = None

@@ -53,7 +53,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
 
 
 def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
-    """Set `costs` and the shares of the ceiling of a measured row."""
+    """Set `costs` and the share of the bandwidth of a measured row."""
     if row.figures is None:
         return
     case, speed = row.case, row.figures.decode_tokens_per_sec
@@ -62,9 +62,6 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
         return
     bandwidth = ceiling.bandwidth(row.bytes_per_token * case.batch)
     row.mbu_percent = 100 * row.bytes_per_token * speed / bandwidth
-    if row.flops_per_token is not None:
-        with contextlib.suppress(NanoinferError):
-            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(FORMATS[case.format])
 
 
 def add_speculation(row: Row, totals: dict[str, float]) -> None:

@@ -20,10 +20,6 @@ PACKAGES = (
     "triton",
 )  # fmt: skip
 _ASK = "import json; from nanoinfer.bench.machine import describe_versions as d; print(json.dumps(d()))"
-_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description
-    "driver_version": "driver", "clocks.sm": "sm_clock_mhz", "clocks.max.sm": "max_sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_watt", "temperature.gpu": "temperature_celsius",
-}  # fmt: skip
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
@@ -43,34 +39,22 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def describe_gpu(device: str) -> dict[str, Any]:
-    """Return a CUDA device's name, memory, capability and CUDA version, and its driver and clocks from nvidia-smi."""
+    """Return a CUDA device's name, memory, cache, capability and CUDA version."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    described: dict[str, Any] = {
+    return {
         "name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
         "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
         "multiprocessors": properties.multi_processor_count, "capability": f"{properties.major}.{properties.minor}",
     }  # fmt: skip
-    uuid = getattr(properties, "uuid", None)  # torch's index counts what CUDA_VISIBLE_DEVICES shows, nvidia-smi's all
-    which = f"GPU-{uuid}" if uuid is not None else device.partition(":")[2]
-    query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    values: list[str] = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
-        values = done.stdout.splitlines()[0].split(", ")
-    described |= dict.fromkeys(_GPU_FIELDS.values())
-    for key, value in zip(_GPU_FIELDS.values(), values, strict=False):
-        with contextlib.suppress(ValueError):  # "[N/A]" and the like
-            described[key] = value if key == "driver" else float(value)
-    return described
 
 
 def _cpuinfo(name: str) -> str | None:
     """Return a field of /proc/cpuinfo, None if there is none."""
     with contextlib.suppress(OSError):
-        found = re.search(rf"^{name}\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return found[1].strip() if found else None
+        line = re.search(rf"^{name}\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return line[1].strip() if line else None
     return None
 
 
@@ -79,15 +63,15 @@ def describe_versions(pythons: Iterable[Path] = ()) -> dict[str, str | None]:
 
     `pythons`: interpreters of peers with an environment of their own, which are asked for what is not in this one.
     """
-    found: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
+    versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
     for python in pythons:
         with contextlib.suppress(OSError, subprocess.CalledProcessError, json.JSONDecodeError):
             done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=True)
-            found |= {name: v for name, v in json.loads(done.stdout).items() if found[name] is None}
-    return found
+            versions |= {name: v for name, v in json.loads(done.stdout).items() if versions[name] is None}
+    return versions
 
 
 def commit() -> str | None:

@@ -15,9 +15,8 @@
 `read_bytes_per_sec` is the speed of the main memory; on a GPU that of a copy, bytes read and bytes written together.
 `read_bytes_per_sec_by_size` has a CPU's by the size of the buffer (`roofline.measure`); it is missing in older files,
 whose limits follow from the main memory alone. A row is a case, its measurements, and what the arithmetic derives from
-them; every key is a field of `row.Row`. A case that failed is a row with `error` set and no figures. Unknown is null,
-never a guess. A row is one line, and numbers have 4 significant digits. Fields with their default value are left out,
-and so are those that reading the file computes: `derived_metrics.costs`.
+them; every key is a field of `case.Row`. A case that failed is a row with `error` set and no figures. Unknown is null,
+never a guess. A row is one line, numbers have 4 significant digits, and fields with their default value are left out.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case, Row
-from nanoinfer.bench.derived_metrics import costs
 from nanoinfer.bench.stats import Figures
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.shapes import installed_shape
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import escaped, parse_json, read_limited, reason
 
@@ -67,19 +64,8 @@ class Results:
 def to_json(results: Results) -> str:
     """Return the document as JSON text, a line for each row."""
     head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
-    lines, ceiling = [], Ceiling.from_results(results.ceiling)
-    for row in results.rows:
-        derived = _costs(row, ceiling)
-        kept = {name: own for name, own in _compact(row).items() if name not in derived or own != derived[name]}
-        lines.append(json.dumps(kept, separators=(",", ":")))
-    rows = ",\n".join(lines)
+    rows = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in results.rows)
     return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}'
-
-
-def _costs(row: Row, ceiling: Ceiling) -> dict[str, Any]:
-    """Return `derived_metrics.costs` as a file would hold them; nothing for a model that needs files of the user."""
-    config = installed_shape(row.case.model)
-    return dict(_compact(costs(row.case, config, ceiling))) if config is not None and row.figures is not None else {}
 
 
 def _compact(value: Any) -> Any:
@@ -98,19 +84,16 @@ def from_json(text: str | bytes, source: str) -> Results:
     """Return the results in a JSON document; raise NanoinferError, which names `source`, for anything else."""
     source = escaped(source)
     raw = parse_json(text, f"{source} is no JSON")
-    found = raw.pop("schema", None) if isinstance(raw, dict) else None
-    if found != SCHEMA:
-        raise NanoinferError(f"{source} has schema {show(found)}, not {SCHEMA!r}: run the benchmark again")
+    schema = raw.pop("schema", None) if isinstance(raw, dict) else None
+    if schema != SCHEMA:
+        raise NanoinferError(f"{source} has schema {show(schema)}, not {SCHEMA!r}: run the benchmark again")
     try:
         rows = [_row(r) for r in raw.pop("rows")]
-        made = _checked(Results(rows=rows, **raw))
-        ceiling = Ceiling.from_results(made.ceiling)
+        results = _checked(Results(rows=rows, **raw))
+        Ceiling.from_results(results.ceiling)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
-    for row in rows:
-        derived = _costs(row, ceiling)
-        row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
-    return made
+    return results
 
 
 def _row(raw: dict[str, Any]) -> Row:
@@ -122,12 +105,12 @@ def _row(raw: dict[str, Any]) -> Row:
 T = typing.TypeVar("T", Case, Figures, Row, Results)
 
 
-def _checked(made: T) -> T:
+def _checked(value: T) -> T:
     """Return a dataclass. Raises ValueError unless each field has the type that it is annotated with."""
-    for name, hint in typing.get_type_hints(type(made)).items():
-        if not _fits(value := getattr(made, name), hint):
-            raise ValueError(f"{name} is {show(value)}, a {type(value).__name__}")
-    return made
+    for name, hint in typing.get_type_hints(type(value)).items():
+        if not _fits(own := getattr(value, name), hint):
+            raise ValueError(f"{name} is {show(own)}, a {type(own).__name__}")
+    return value
 
 
 def _fits(value: Any, hint: Any) -> bool:

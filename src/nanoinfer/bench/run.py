@@ -152,23 +152,25 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
         log("measuring the ceiling of this machine ...")
         ceiling = measure(device=device)
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    made = Results(
+    empty = Results(
         suite="", baseline="", created=created, commit=machine.commit(), command=command,
         machine=here, versions=machine.describe_versions(plan.pythons.values()),
         ceiling=ceiling.to_results(),
     )  # fmt: skip
-    log(files.headline(made))
+    log(files.headline(empty))
     with ModelFolders(plan.text, log, plan.models) as folders:
         for name, cases in jobs:
             usual = SUITES[name].baseline if name in SUITES else (*plan.engine, *engines)[0]
-            done.append(replace(made, suite=name, baseline=plan.baseline or usual, rows=[]))
+            done.append(replace(empty, suite=name, baseline=plan.baseline or usual, rows=[]))
             done[-1].rows = [row for row in old.rows if row.case in cases] if old is not None else []
             try:
                 _measure_suite(plan, done[-1], cases, folders, ceiling, started)
             except KeyboardInterrupt:
                 return True
-            if left := len(cases) - sum(not row.unfinished for row in done[-1].rows):
-                log(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
+            num_finished = sum(not row.unfinished for row in done[-1].rows)
+            if num_finished < len(cases):
+                number = f"{len(cases) - num_finished} of {len(cases)}"
+                log(f"suite {name}: {number} cases are left after {plan.minutes:g} minutes: use --resume")
     return False
 
 
@@ -195,9 +197,9 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
-        wanted = [EngineConfig(dtype=d) for d in plan.dtype or ("auto",)]
-        wanted += [EngineConfig(dtype="float32", quantization=q) for q in plan.quantization]
-        fitted = [fit_engine(model, w) for w in wanted]  # a packed folder determines its own format
+        asked = [EngineConfig(dtype=d) for d in plan.dtype or ("auto",)]
+        asked += [EngineConfig(dtype="float32", quantization=q) for q in plan.quantization]
+        fitted = [fit_engine(model, w) for w in asked]  # a packed folder determines its own format
         formats = list(dict.fromkeys(("float32" if f.dtype == "auto" else f.dtype, f.quantization) for f in fitted))
         backends = plan.engine or tuple(engines)
         cases = [
@@ -237,10 +239,10 @@ def _measure_suite(
     options = replace(options, rounds=plan.rounds or options.rounds)
     for model, some in groupby((c for c in cases if c not in known), key=lambda c: c.model):
         if plan.minutes is not None:
-            left = 60 * plan.minutes - (time.monotonic() - started)
-            if left <= 0:
+            remaining_sec = 60 * plan.minutes - (time.monotonic() - started)
+            if remaining_sec <= 0:
                 break
-            options = replace(options, budget_sec=left)
+            options = replace(options, budget_sec=remaining_sec)
         same = list(some)
         with ProgressBar(results.suite) as bar:
             harness = Harness(folders.folder(same), find_shape(model), ceiling, options, bar, pythons=plan.pythons)

@@ -193,10 +193,10 @@ class Processes(contextlib.ExitStack):
                 self._processes[case.loaded] = self._start(case.loaded)
             except NanoinferError as e:
                 self._processes[case.loaded] = e
-        found = self._processes[case.loaded]
-        if isinstance(found, NanoinferError):
-            raise found
-        return found
+        process = self._processes[case.loaded]
+        if isinstance(process, NanoinferError):
+            raise process
+        return process
 
     def _start(self, case: Case) -> WorkerProcess:
         """Return a loaded process. An export runs in another one: its float32 weights would count as peak memory."""

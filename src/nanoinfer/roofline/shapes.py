@@ -78,11 +78,3 @@ def _path(name: str) -> Path | None:
         path = Path(name).expanduser()
         return path if path.exists() else None
     return None
-
-
-def installed_shape(model: str) -> ModelConfig | None:
-    """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
-    source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
-    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
-        return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
-    return None

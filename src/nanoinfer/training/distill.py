@@ -162,6 +162,6 @@ def divergences(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         KL(target || draft), nats per token; and sum(|p - q|) = 2 - 2 sum(min(p, q)), twice the total variation.
     """
-    draft, wanted = (x.float().flatten(0, 1).log_softmax(-1) for x in (logits, target))
-    kl = F.kl_div(draft, wanted, log_target=True, reduction="batchmean")
-    return kl, (draft.exp() - wanted.exp()).abs().sum(-1).mean()
+    draft, expected = (x.float().flatten(0, 1).log_softmax(-1) for x in (logits, target))
+    kl = F.kl_div(draft, expected, log_target=True, reduction="batchmean")
+    return kl, (draft.exp() - expected.exp()).abs().sum(-1).mean()

@@ -119,9 +119,9 @@ def digest_texts(texts: Sequence[str]) -> str:
 
 def digest_weights(model: torch.nn.Module, like: torch.nn.Module, dtype: torch.dtype) -> str:
     """Return a hash of `model`'s weights that have the names of `like`'s parameters, converted to `dtype`."""
-    digest, found = hashlib.sha256(), dict(model.named_parameters())
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters())
     for name, _ in like.named_parameters():
-        p = found[name].detach().to("cpu", dtype).contiguous()
+        p = parameters[name].detach().to("cpu", dtype).contiguous()
         digest.update(f"{name} {list(p.shape)}".encode())
         digest.update(p.view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -195,19 +195,19 @@ def restore(run: TrainRun, state: State) -> None:
         raise NanoinferError(f"{state.path} is not a training state: step={show(step)}, best_val_loss={best}")
     if state.tokenizer_json != run.tokenizer_json:
         raise NanoinferError(f"{state.path} was made with another tokenizer: resume with the same one")
-    wanted = _tensors(run, fresh=True)
-    found = {n: t for n, t in state.tensors.items() if n not in ("record", "tokenizer_json")}
-    for name in sorted(wanted.keys() | found.keys()):
-        have, want = (_describe(some.get(name)) for some in (found, wanted))
+    expected = _tensors(run, fresh=True)
+    saved = {n: t for n, t in state.tensors.items() if n not in ("record", "tokenizer_json")}
+    for name in sorted(expected.keys() | saved.keys()):
+        have, want = (_describe(some.get(name)) for some in (saved, expected))
         if have != want:
             raise NanoinferError(f"{state.path}: tensor {show(name)} is {have}, but the run's is {want}")
-        if not found[name].isfinite().all():
+        if not saved[name].isfinite().all():
             raise NanoinferError(f"{state.path}: tensor {name} has values that are not finite")
     with torch.no_grad():
         for name, p in run.model.named_parameters():
-            p.copy_(found[f"model.{name}"])
+            p.copy_(saved[f"model.{name}"])
     keys = ("step", "exp_avg", "exp_avg_sq")
-    moments = {i: {key: found[f"optimizer.{i}.{key}"] for key in keys} for i in range(len(_parameters(run)))}
+    moments = {i: {key: saved[f"optimizer.{i}.{key}"] for key in keys} for i in range(len(_parameters(run)))}
     run.optimizer.load_state_dict({"state": moments, "param_groups": run.optimizer.state_dict()["param_groups"]})
     run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
     _check_saved_model(run, state)

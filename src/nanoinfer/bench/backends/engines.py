@@ -51,7 +51,7 @@ class EngineBackend:
                     streams.append(stream)
             elif isinstance(item, RequestOutput):
                 tokens[item.request_id] = item.check().outputs[0].token_ids
-                self._speculation += [made] if (made := item.metrics.speculation) is not None else []
+                self._speculation += [counts] if (counts := item.metrics.speculation) is not None else []
         timed = RunTimes(sum(map(len, requests.prompts[:first])), [arrivals[i] for i in ids[:first]])
         return [tokens[i] for i in ids], timed
 
@@ -62,16 +62,16 @@ class EngineBackend:
     def speculation(self) -> dict[str, float]:
         """Return the totals of `outputs.SpeculationMetrics` over the last run's requests; the largest draft share."""
         names = ("num_accepted", "num_rejected", "num_verify_steps")
-        totals = {name: sum(getattr(made, name) for made in self._speculation) for name in names}
-        return totals | {"draft_share": max((made.draft_share for made in self._speculation), default=0.0)}
+        totals = {name: sum(getattr(counts, name) for counts in self._speculation) for name in names}
+        return totals | {"draft_share": max((counts.draft_share for counts in self._speculation), default=0.0)}
 
     def launches(self) -> dict[str, float]:
         """Return the fields of `launches.Launches` for a decode step on a GPU."""
         from nanoinfer.profiling.profiler import measure_launches
 
         case = self._case
-        made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))
-        return dataclasses.asdict(made)
+        counts = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))
+        return dataclasses.asdict(counts)
 
     def logits(self, path: str) -> None:
         """Write the logits that are compared with float32's to a file of NumPy."""
