@@ -272,7 +272,7 @@ def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp
     loaded, interrupted = run(again, "test", log=lambda _: pytest.fail("it measured"))
     assert ([results.to_json(each) for each in loaded], interrupted) == ([results.to_json(made)] * 2, False)
     names = [path.name for path in sorted((tmp_path / "page").iterdir())]
-    assert names == ["custom-throughput-2.svg", "custom-throughput.svg"]
+    assert names == ["custom-ttft-2.svg", "custom-ttft.svg"]
 
 
 def test_results_that_cannot_be_written_are_refused_before_measuring(tiny_folder: Path, tmp_path: Path) -> None:

@@ -74,12 +74,8 @@ CONFIGS = {
     "no bias, one head": replace(TINY, bias=False, n_head=1, n_layer=1),
     "narrow MLP, untied head": replace(TINY, n_inner=24, tie_word_embeddings=False, n_layer=3),
 }
-SIZES = [(1, 1), (1, 9), (3, 2), (4, 32)]  # B, N
-GPT2 = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 ALL = CONFIGS | FAMILIES
 EVERY = pytest.mark.parametrize("config", ALL.values(), ids=ALL.keys())
-OTHERS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES.keys())
-AT = pytest.mark.parametrize("B,N", SIZES)
 
 
 # The real model, instrumented ------------------------------------------------------------------------------
@@ -160,36 +156,19 @@ def same_flops(cost: StepCost, counter: FlopCounterMode, config: ModelConfig, B:
 
 
 @EVERY
-@AT
-def test_prefill_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
+@pytest.mark.parametrize("B,before,num_new", [(3, 0, 2), (1, 8, 1), (4, 31, 1), (2, 4, 5)])
+def test_flops_of_a_step_are_what_torch_counts(config: ModelConfig, B: int, before: int, num_new: int) -> None:
+    """A prefill, decoding, and verifying, with logits after each new token."""
     engine = Engine(make_model(config), B)
+    engine.step(before)
     with counting() as counter:
-        engine.step(N)
-    same_flops(prefill(config, FP32), counter, config, B, N)
+        engine.step(num_new, num_logits=num_new if before else 1)
+    cost = extend(config, FP32, num_new) if before else prefill(config, FP32)
+    same_flops(cost, counter, config, B, before + num_new)
 
 
 @EVERY
-@AT
-def test_decode_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
-    engine = Engine(make_model(config), B)
-    engine.step(N - 1)
-    with counting() as counter:
-        engine.step(1)
-    same_flops(decode(config, FP32), counter, config, B, N)
-
-
-@EVERY
-@pytest.mark.parametrize("B,N,num_new", [(1, 9, 2), (2, 9, 5), (3, 32, 9)])
-def test_verifying_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int, num_new: int) -> None:
-    engine = Engine(make_model(config), B)
-    engine.step(N - num_new)
-    with counting() as counter:
-        engine.step(num_new, num_logits=num_new)
-    same_flops(extend(config, FP32, num_new), counter, config, B, N)
-
-
-@EVERY
-@AT
+@pytest.mark.parametrize("B,N", [(1, 1), (3, 9)])
 def test_forward_and_the_naive_step_are_counted_too(config: ModelConfig, B: int, N: int) -> None:
     model = make_model(config)
     with counting() as counter:
@@ -205,12 +184,16 @@ def test_forward_and_the_naive_step_are_counted_too(config: ModelConfig, B: int,
 # Bytes -----------------------------------------------------------------------------------------------------
 
 
-@GPT2
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
+@pytest.mark.parametrize(
+    "config, dtype",
+    [*((config, dtype) for config in CONFIGS.values() for dtype in ("float32", "bfloat16", "float16")),
+     *((config, "float32") for config in FAMILIES.values())],
+)  # fmt: skip
+@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
 def test_bytes_are_those_of_the_tensors_that_a_step_reads(
     config: ModelConfig, dtype: str, B: int, before: int, num_new: int
 ) -> None:
+    """Heads that share keys and values read them once, and every weight of every norm is read."""
     model = make_model(config).to(getattr(torch, dtype))
     fmt, N = FORMATS[dtype], before + num_new
     whole = num_new > 1 and before == 0
@@ -221,20 +204,7 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(
     # Everything was read but what is only looked up: wpe, and wte unless it is the output head.
     unread = {p.data_ptr() for p in model.parameters()} - log.weights.keys()
     assert unread <= log.lookups
-    assert len(unread) == (1 if config.tie_word_embeddings else 2)
-
-
-@OTHERS
-@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
-def test_bytes_of_other_families(config: ModelConfig, B: int, before: int, num_new: int) -> None:
-    """Heads that share keys and values read them once, and every weight of every norm is read."""
-    model, N = make_model(config), before + num_new
-    whole = num_new > 1 and before == 0
-    cost = prefill(config, FP32) if whole else extend(config, FP32, num_new)
-    log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
-    assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
-    assert log.kv == (kv_cache_layer(config, FP32) * config.n_layer)(B, N)
-    assert len({p.data_ptr() for p in model.parameters()} - log.weights.keys()) == (not config.tie_word_embeddings)
+    assert len(unread) == config.learned_positions + (not config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize("num_new", [1, 3, 8])
@@ -311,7 +281,7 @@ BESIDE = replace(
 )  # fmt: skip
 
 
-@AT
+@pytest.mark.parametrize("B,N", [(1, 1), (3, 9)])
 @pytest.mark.parametrize("config", [MIXED, BESIDE], ids=["mixed", "beside"])
 def test_flops_of_experts_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
     """Each token takes its experts alone, in a decode step and in a prefill."""

@@ -138,12 +138,6 @@ def test_the_command_takes_a_file_and_the_formats(
         assert (found["dtype"], found["decode"]["model"]["bytes"]) == (name, expected)
 
 
-def test_the_bits_of_the_formats() -> None:
-    assert [FORMATS[name].matrix_bytes(3, 64) for name in ("Q8_0", "Q4_0", "Q4_1")] == [3 * 68, 3 * 36, 3 * 40]
-    ceiling = Ceiling("cpu", 1e9, {"float32": 1e9, "int8": 4e9}, "test")
-    assert [ceiling.compute_dtype(FORMATS[name]) for name in ("Q8_0", "Q4_0", "Q4_1")] == ["int8"] * 3
-
-
 def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     refuses(lambda: find_model(str(tmp_path / "bad.gguf")), "bad.gguf is not a valid GGUF file")
