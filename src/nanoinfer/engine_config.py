@@ -121,7 +121,7 @@ class SchedulerConfig:
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
-OF_CHATS = ("generation_config", "chat_template", "generic_tools")
+OF_CHATS = ("generation_config", "chat_template")
 """Fields of LLMConfig that are options of `LLM` and in none of PARTS."""
 PARTS = (EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig)  # in the order of LLMConfig's fields
 
@@ -140,8 +140,6 @@ class LLMConfig:
     """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
     chat_template: str | None = None
     """Jinja template to use instead of the model's own."""
-    generic_tools: bool = False
-    """Describe tools in the system message where the chat template does not show them."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -149,7 +147,6 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
-        require_bool("generic_tools", self.generic_tools)
         if self.chat_template is not None and not (isinstance(self.chat_template, str) and self.chat_template):
             raise NanoinferError(f"chat_template={show(self.chat_template)} is not a Jinja template")
 

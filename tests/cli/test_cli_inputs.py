@@ -261,7 +261,7 @@ def test_chat_templates_of_models(
     for name in "ab":
         (tmp_path / name).write_text(name.upper())
     flags = [flag for value in values for flag in ("--chat-template", value)]
-    assert run("serve", "m1", "m2", "--port", 0, "--generic-tools", *flags)[0] == 0
-    assert [(config.chat_template, config.generic_tools) for config in served] == [(e, True) for e in expected]
+    assert run("serve", "m1", "m2", "--port", 0, *flags)[0] == 0
+    assert [config.chat_template for config in served] == expected
     code, _, err = run("serve", "m1", "m2", "--port", 0, "--chat-template", "m3=a")
     assert (code, "m3=a" in err) == (2, True)

@@ -183,7 +183,7 @@ def test_the_rest_of_vllms_fields(run: Run, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3, "top_k": 9}')
     chat = LLM(str(folder))
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once "}]
-    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False, "documents": [{"a": 1}]}
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     more: dict[str, Any] = {"bad_words": ["a"], "skip_special_tokens": False, "truncate_prompt_tokens": 6}
     write(
         "in.jsonl",
@@ -192,7 +192,7 @@ def test_the_rest_of_vllms_fields(run: Run, tmp_path: Path) -> None:
         openai(CHAT, messages=messages, add_generation_prompt=False),
         {"prompt": "a", "output_kind": "delta"},
         {"messages": messages, "continue_final_message": True},
-        {"prompt": "a", "documents": []},
+        {"prompt": "a", "tools": []},
     )
     assert run("in.jsonl", "out.jsonl", model=folder)[0] == 1
     own, theirs, closed, kind, both, prompt = read("out.jsonl")
@@ -204,7 +204,7 @@ def test_the_rest_of_vllms_fields(run: Run, tmp_path: Path) -> None:
     assert closed["response"]["body"]["usage"]["prompt_tokens"] == len(ids)
     assert "the field 'output_kind' is unknown" in kind["error"]
     assert "set add_generation_prompt=False" in both["error"]
-    assert prompt["error"] == "documents needs messages: a prompt has no template"
+    assert prompt["error"] == "tools needs messages: a prompt has no template"
     write("one.jsonl", {"prompt": "a", "seed": 1})
     for flags, params in (
         ((), {"temperature": 0.0, "top_k": 9, "max_tokens": 3}),

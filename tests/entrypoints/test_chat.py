@@ -24,7 +24,6 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.entrypoints.chat import Conversation
-from nanoinfer.inputs.messages import as_tools
 from nanoinfer.kv.plan import kv_block_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -83,7 +82,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     (HI[0], "is not a conversation"),
     ([HI, []], "conversation 2 of 2: messages=[] is not a conversation"),
     (["Hi"], "message='Hi' is not a dict with role and content"),
-    ([{"content": "Hi"}], "message={'content': 'Hi'} has no role"),
+    ([{"content": "Hi"}], "role=None is not a string such as 'user'"),
     ([HI[0], {"role": "user"}], "message 2 of 2: message={'role': 'user'} has no content"),
     ([{"role": 3, "content": "Hi"}], "role=3 is not a string such as"),
     ([{"role": "user", "content": None}], "content=None is neither a string nor a list of text parts"),
@@ -201,18 +200,7 @@ def test_a_template_of_the_constructor_and_tools_that_it_does_not_show(
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     llm = LLM(str(folder), chat_template=template)
     assert llm.decode(llm.apply_chat_template(HI, tools=TWO[:1])) == f"<user>{HI[0]['content']}"
-    assert "give generic_tools=True (--generic-tools), or describe the tools" in caplog.text
-    llm = LLM(str(folder), chat_template=template, generic_tools=True)
-    system = [{"role": "system", "content": "Be brief."}, *HI]
-    text = llm.decode(llm.apply_chat_template(system, tools=TWO[:1]))
-    assert text.startswith("<system>You can call these functions.")
-    assert f"\n{json.dumps(as_tools(TWO)[0].for_template()['function'])}\n" in text
-    assert text.endswith(
-        '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>\n\nBe brief.'
-        f"<user>{HI[0]['content']}"
-    )
-    shows = template + "{{ tools | tojson }}"
-    assert "You can call" not in llm.decode(llm.apply_chat_template(HI, tools=TWO[:1], chat_template=shows))
+    assert "does not show tool 'add' to the model: describe the tools" in caplog.text
     refuses(lambda: LLM(str(folder), chat_template=""), "chat_template='' is not a Jinja template")
 
 

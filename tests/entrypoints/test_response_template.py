@@ -196,7 +196,7 @@ ANSWERS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
     "channels": (
         "<|start|>bot",
-        '<|ch|>analysis<|msg|>hm<|end|><|start|>bot<|ch|>comment to=f.add <|json|><|msg|>{"n": 1}',
+        '<|ch|>analysis<|msg|>hm<|end|><|start|>bot<|ch|>comment to=f.add <|json|><|msg|>{"n": 1}<|do|>',
         (None, "hm", [("add", '{"n": 1}')]),
     ),
     "dialect": (
@@ -207,10 +207,11 @@ ANSWERS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "prefilled": ("Bot:", "hm\n</think>\n\n<say>\nHi\n</say>\n", ("Hi", "hm", [])),
     "blocks": (
         "<|from|>",
-        '<|think|> a <|end|><|from|>me<|think|>b<|end|><|say|> c <|end|><|say|>d<|end|><|do|>{"name":"add","args":{}}',
+        '<|think|> a <|end|><|from|>me<|think|>b<|end|><|say|> c <|end|><|say|>d<|end|><|do|>{"name":"add","args":{}}'
+        "<|end|>",
         ("c d", " a b", [("add", "{}")]),
     ),
-    "lines": ("bot:", "[add]\nn = 3\nno value\ns= a b", ("", None, [("add", '{"n": 3, "s": "a b"}')])),
+    "lines": ("bot:", "[add]\nn=3\nno value\ns= a b\n\n", ("", None, [("add", '{"n": 3, "s": "a b"}')])),
 }
 
 
@@ -251,7 +252,6 @@ def test_text_is_released_at_once_where_it_can_be_no_marker(templates: dict[str,
         ),
         ("<call>[[[1]]]</call>", "<call>[[[1]]]</call>"),
         ("<call>" + "[" * 100000 + "</call>", "<call>" + "[" * 100000 + "</call>"),
-        ('<call>{"name": "sub", "arguments": {}}', '<call>{"name": "sub", "arguments": {}}'),
         ('a <call>{"name": "ad', "a"),
     ],
 )
@@ -261,25 +261,13 @@ def test_malformed_calls_are_content(text: str, content: str, templates: dict[st
     assert_deltas_give(message, deltas)
 
 
-def test_a_call_that_the_answer_ends_in_has_the_arguments_so_far(templates: dict[str, ResponseTemplate]) -> None:
-    message, _ = read(templates["channels"], ['<|ch|>comment to=f.add<|msg|> {"s": "a'])
-    assert without_ids(message) == (None, None, [("add", '{"s": "a')])
-
-
-def test_text_fields_may_hold_values() -> None:
-    spec = {"start_anchor": "A", "fields": {"content": {"content": "json", "transform": "{content.say}"}}}
-    assert read(ResponseTemplate(spec), ['{"say"', ': "Hi "}'])[0].content == "Hi"
-    assert read(ResponseTemplate(spec), ['{"say": [1, "é"]}'])[0].content == '[1, "é"]'
-    assert read(ResponseTemplate(spec), [" no JSON "])[0].content == "no JSON"
-
-
 def test_a_pattern_may_refer_to_groups() -> None:
-    fields = {"content": {"close_pattern": r"(?P<q>['*])end(?P=q)", "transform": "{content}"}}
+    fields: dict[str, Any] = {"content": {"close_pattern": r"(?P<q>['*])end(?P=q)"}}
     fields |= {"tool_calls": {"open": "<c>"}}
     parser = ResponseTemplateParser(ResponseTemplate({"start_anchor": "A", "fields": fields}))
-    assert parser.feed("a 'end* b *end") == []
-    assert parser.feed("* c") == [ContentDelta("a 'end* b")]
-    assert parser.finish() == [ContentDelta("\nc")]
+    assert parser.feed("a 'end* b *end") == [ContentDelta("a 'end* b")]
+    assert parser.feed("* c") == [ContentDelta("\nc")]
+    assert parser.finish() == []
 
 
 def test_a_pattern_without_end_makes_the_rest_content(
@@ -346,7 +334,7 @@ ODD: list[tuple[Any, str]] = [
     ({"version": 2}, "response_template.version=2 is unknown: only 1 is"),
     ({"fields": {"content": {}}}, "response_template has neither start_anchor nor start_anchor_pattern"),
     ({"start_anchor": "a"}, "response_template.fields=None is not an object with fields"),
-    ({"start_anchor": "a", "fields": 3}, "response_template.fields=3 is not of the type dict"),
+    ({"start_anchor": "a", "fields": 3}, "response_template.fields=3 is not an object with fields"),
     ({"start_anchor": []}, "response_template.start_anchor=[] is not a text"),
     ({"start_anchor": ""}, "response_template.start_anchor='' is not a text of 1 to 256 characters"),
     ({"start_anchor": "a", "start_anchor_pattern": "b"}, "response_template has both start_anchor and"),
@@ -359,18 +347,17 @@ ODD += [
         ({"content": {}, "thinking": {}}, "response_template.fields: ['content', 'thinking'] have no open"),
         ({"content": {"open": ["a", 3]}}, "fields.content.open=['a', 3] is not a text of 1 to 256 characters"),
         ({"content": {"close_pattern": "a" * 513}}, "is not a text of 1 to 512 characters"),
-        ({"content": {"content": "yaml"}}, "fields.content.content='yaml' is none of text, int, float, bool, json"),
-        ({"content": {"content": []}}, "fields.content.content=[] is not of the type str"),
+        ({"content": {"content": "yaml"}}, "fields.content.content='yaml' is none of text, json, xml-inline"),
+        ({"content": {"content": []}}, "fields.content.content=[] is none of text, json, xml-inline"),
+        ({"content": {"content": "json"}}, "fields.content is a value: only tool_calls may be one"),
         ({"content": {"content_args": []}}, "fields.content.content_args=[] is not of the type dict"),
-        ({"content": {"join": ""}}, "fields.content.join='' is given, and repeats is not true"),
-        ({"content": {"transform_each": True}}, "fields.content.transform_each=True is given, and no transform"),
-        ({"content": {"transform": ["a {content}"]}}, "fields.content.transform has 'a {content}': a placeholder"),
+        ({"content": {"join": 3}}, "fields.content.join=3 is not of the type str"),
         ({"content": {"close_pattern": "a("}}, "content.close_pattern='a(': missing )"),
         ({"content": {"close_pattern": r"a(?R)?b"}}, r"content.close_pattern='a(?R)?b' is recursive or has the flag x"),
         ({"content": {"close_pattern": "(?ix)a{1 0}"}}, "is recursive or has the flag x, which are not supported"),
         ({"content": {"close_pattern": "a{999999}"}}, "a{999999}' is too large: it has too many + or too"),
         ({"content": {"close_pattern": "(" * 40 + "a|b" + ")+" * 40}}, "is too large: it has too many + or too large"),
-        ({"content": {"transform": {"a": [0] * 99}}}, "content.transform has more than 64 values"),
+        ({"tool_calls": {"transform": {"a": [0] * 99}}}, "tool_calls.transform has more than 64 values"),
     ]
 ]  # fmt: skip
 

@@ -328,11 +328,10 @@ def test_what_cannot_be_continued(chat: LLM) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     calls = [*HI, {"role": "assistant", "content": "Well", "tool_calls": [call]}]
     refuses(lambda: chat.chat(calls, **options), "the last message has calls: give their results")  # type: ignore[arg-type]
-    refuses(lambda: chat.chat(HI, documents=["a"]), "documents=['a'] is not a list of dicts")  # type: ignore[list-item]
 
 
 def test_documents_reach_the_template(chat: LLM) -> None:
     template = "{% for d in documents %}[{{ d.title }}: {{ d.text }}]{% endfor %}{{ messages[0].content }}"
     documents = [{"title": "t", "text": "u"}]
-    (out,) = chat.chat(HI, GREEDY, chat_template=template, documents=documents)
+    (out,) = chat.chat(HI, GREEDY, chat_template=template, chat_template_kwargs={"documents": documents})
     assert out.prompt == "[t: u]Hi"

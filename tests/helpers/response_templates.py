@@ -132,8 +132,11 @@ TEMPLATES: dict[str, dict[str, Any]] = {
                 "open_pattern": r"\[(?P<name>\w+)(?=\])\]",
                 "close": "\n\n",
                 "repeats": True,
-                "content": "kv-lines",
-                "content_args": {"kv_sep": "=", "value_parser": {"name": "json", "args": {"allow_non_json": True}}},
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"(?P<key>\w+)=(?P<value>[^\n]*)",
+                    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+                },
                 "transform": CALL,
             },
             "content": {},

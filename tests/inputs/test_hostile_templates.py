@@ -66,28 +66,19 @@ def test_a_value_that_exceeds_a_limit_is_the_last_one(
     template = ResponseTemplate(
         calls(content="xml-inline", content_args=args, open_pattern="<(?P<name>get)>", open=None)
     )
-    num_values, value = [0], ResponseTemplate.value
+    num_values, value = [0], ResponseTemplate.calls
 
     def count(self: ResponseTemplate, *args: Any) -> Any:
         num_values[0] += 1
         return value(self, *args)
 
-    monkeypatch.setattr(ResponseTemplate, "value", count)
+    monkeypatch.setattr(ResponseTemplate, "calls", count)
     parser = ResponseTemplateParser(template, [Tool("get")])
     text = "<get>" + "a" * 60 + "c</call>"
     parser.feed(text * 3)
     parser.finish()
     assert parser.message().content == text * 3
     assert num_values[0] == 1
-
-
-def test_empty_marks_of_strings_end() -> None:
-    inner = {"name": "json", "args": {"string_delims": [["", ""]]}}
-    for field in ({"content_args": inner["args"]}, {"content": "kv-lines", "content_args": {"value_parser": inner}}):
-        parser = ResponseTemplateParser(ResponseTemplate(calls(**field)), [Tool("get")])
-        parser.feed("<call>a: 1</call>")
-        parser.finish()
-        assert parser.message().content == "<call>a: 1</call>"
 
 
 def test_the_shape_of_a_value_is_small() -> None:

@@ -370,14 +370,11 @@ def test_the_last_message_is_continued(chat: Client) -> None:
     assert chat.llm.decode(ids).endswith("Once ")
     assert chat.post("/tokenize", messages=messages, **options)["tokens"] == ids
     (expected,) = chat.llm.generate([ids], SamplingParams(max_tokens=4, seed=1))
-    (choice,) = chat.post(CHAT, messages=messages, max_tokens=4, seed=1, documents=[{"text": "a"}], **options)[
-        "choices"
-    ]
+    (choice,) = chat.post(CHAT, messages=messages, max_tokens=4, seed=1, **options)["choices"]
     assert choice["message"]["content"] == expected.outputs[0].text
     for wrong, param in (
         ({"continue_final_message": True}, "continue_final_message"),
         ({"continue_final_message": 1}, "continue_final_message"),
-        ({"documents": {}}, "documents"),
         ({"documents": ["a"]}, "documents"),
         ({"output_kind": "delta"}, "output_kind"),
     ):

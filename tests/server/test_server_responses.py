@@ -414,7 +414,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_object", "x": 1}}}, "text.format", "text.format: the field 'x'"),
     ({"text": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "text.format", "text.format: the field 'x'"),
     ({"tools": [{"type": "web_searches"}]}, "tools", "tools[0]: type='web_searches' is not supported: give a list"),
-    ({"tools": [{"type": "custom"}]}, "tools", "tools[0]: function has no name"),
+    ({"tools": [{"type": "custom"}]}, "tools", "tools[0]: name=None is not 1 to 64 letters"),
     ({"tools": [{"type": "custom", "name": {}}], "stream": True}, "tools", "tools[0]: name={} is not 1 to 64"),
     ({"tools": 5}, "tools", "tools=5 is not a list"),
     ({"tools": TWO}, "tools", "tools[0]: function has the unknown field 'function'"),

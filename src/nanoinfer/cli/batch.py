@@ -73,7 +73,6 @@ class RayFlags:
 @config_flag("model", default="shakespeare")
 @config_flag("tokenizer")
 @config_flag("chat_template")
-@config_flag("generic_tools")
 @option("seed", "Lines without a seed get one from this and their number.")
 @config_flag("generation_config")
 @flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=COMMAND_DEFAULTS)
@@ -212,7 +211,6 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
         "generation_config": config.generation_config,
-        "generic_tools": config.generic_tools,
         "flags": are_given(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")),
     }
     return {name: value for name, value in settings.items() if name not in _CAPACITY}

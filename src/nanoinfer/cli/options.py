@@ -82,7 +82,7 @@ _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
 # Second names of flags, and names that are not the parameter's.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp", "prompt": "-p", "file": "-f"}
 _NAMES = {"as_json": "json"}
-_OF_MODEL = ("model", "tokenizer", "generation_config", "generic_tools")  # fields of LLMConfig that are flags
+_OF_MODEL = ("model", "tokenizer", "generation_config")  # fields of LLMConfig that are flags
 _HELP = {
     "model": "A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
     "tokenizer": "Model whose tokenizer to use, instead of the model's own.",

@@ -27,7 +27,6 @@ from nanoinfer.utils.files import read_text
     "--chat-template", "chat_templates", metavar="[MODEL=]FILE", multiple=True,
     help="Jinja template to use instead of the model's own, of all models or of one. May be repeated.",
 )  # fmt: skip
-@config_flag("generic_tools")
 @config_flag("generation_config")
 @flags(ServerConfig, "server")
 @flags(ClusterConfig, "cluster")

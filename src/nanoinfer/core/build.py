@@ -68,7 +68,6 @@ def build_core(config: LLMConfig) -> BuiltCore:
         block_formats=loaded.weights.formats(options.quantization) if spec.native else {},
         chat_template=config.chat_template or loaded.chat_template,
         tool_template=None if config.chat_template else loaded.tool_template,
-        generic_tools=config.generic_tools,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
         response_template=None if config.chat_template else loaded.response_template,  # it is about the own template

@@ -1,13 +1,6 @@
 """Prompts of chats: a model's chat template applied to messages, as text and as token ids; the format of answers.
 
-A conversation is fitted to what its template accepts, found by rendering short ones with it.
-
-    developer                          system, unless the template names it
-    system messages at the beginning   one message
-    a system message that is refused   of the user, in its place: what stands before it stays as it was (prefix cache)
-    two messages of the user in a row  one message, where they are refused; after a result, a part of it
-    calls that are not shown           content, as the model writes them; their results: of the user
-
+A conversation is fitted to what its template accepts, found by rendering short ones with it; docs/chat.md has a table.
 A message is refused if the template raises an error, leaves it out or moves it before an earlier one.
 """
 
@@ -19,14 +12,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import ID, IDS, NAMES, PROBE_TOOLS, AnswerFormat, detect, probe_calls
 from nanoinfer.inputs.answers.lark import ReleasedTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
-from nanoinfer.inputs.messages import REASONING_KEYS, Message, Tool, as_choice, as_object, as_tools, is_list
+from nanoinfer.inputs.messages import REASONING_KEYS, Message, Tool, as_choice, as_object, as_tools
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.structured.vocabulary import special_tokens
 from nanoinfer.tokenizers.chat_template import ChatTemplate
@@ -59,8 +53,6 @@ class ChatOptions:
     """Further variables of the template."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message, which the output continues."""
-    documents: Sequence[Mapping[str, Any]] | None = None
-    """Documents for templates that have a place for them, such as [{"title": ..., "text": ...}]."""
     tools: Any = None
     """Functions that the model may call: OpenAI's list, or `Tool`s."""
     tool_choice: Any = None
@@ -84,15 +76,12 @@ class ChatOptions:
                 "continue_final_message=True continues the last message, add_generation_prompt=True begins another one:"
                 " set add_generation_prompt=False"
             )
-        documents = self.documents
-        if documents is not None and not (is_list(documents) and all(isinstance(d, Mapping) for d in documents)):
-            raise NanoinferError(f"documents={show(documents)} is not a list of dicts, such as {{'text': ...}}")
         if not isinstance(effort := self.reasoning_effort, (str, type(None))) or effort == "":
             raise NanoinferError(f"reasoning_effort={show(effort)} is not a string such as 'low'")
-        given = self.chat_template_kwargs
-        if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
-            raise NanoinferError(f"chat_template_kwargs={show(given)} is not a dict of names to values")
-        if clash := [name for name in _ARGUMENTS if name in (given or {})]:
+        extra = self.chat_template_kwargs
+        if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+            raise NanoinferError(f"chat_template_kwargs={show(extra)} is not a dict of names to values")
+        if clash := [name for name in _ARGUMENTS if name in (extra or {})]:
             raise NanoinferError(f"chat_template_kwargs: {clash[0]} is a parameter of its own: give it there")
 
     @property
@@ -109,21 +98,19 @@ class ChatOptions:
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template. Raises NanoinferError for tools that are malformed."""
-        found: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         thinks = self.enable_thinking
         if (effort := self.reasoning_effort) is not None:
-            found["reasoning_effort"] = effort
+            variables["reasoning_effort"] = effort
             thinks = effort != "none" if thinks is None else thinks
         if thinks is not None:
-            found |= {"enable_thinking": thinks, "thinking": thinks}  # the name depends on the template
+            variables |= {"enable_thinking": thinks, "thinking": thinks}  # the name depends on the template
         if tools := self.checked_tools:
-            found["tools"] = [tool.for_template() for tool in tools]
-        if self.documents is not None:
-            found["documents"] = self.documents
-        given = self.chat_template_kwargs or {}
-        if "tools" in found and "tools" in given:
+            variables["tools"] = [tool.for_template() for tool in tools]
+        extra = self.chat_template_kwargs or {}
+        if "tools" in variables and "tools" in extra:
             raise NanoinferError("chat_template_kwargs: tools is given twice: leave it out here")
-        return {**found, **given, "add_generation_prompt": self.add_generation_prompt}
+        return {**variables, **extra, "add_generation_prompt": self.add_generation_prompt}
 
 
 class ChatFormatter:
@@ -131,10 +118,11 @@ class ChatFormatter:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
-        self._templates: list[ChatTemplate] = []  # those used last, whose processes are still there
-        self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
-        self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
-        self._special_tokens: Mapping[str, int] | None = None
+        # lru_cache holds no lock that an interrupt or a fork could leave held.
+        self._make_template = lru_cache(_MAX_TEMPLATES)(lambda source: ChatTemplate(source, model.special_tokens))
+        self._detect = lru_cache(_MAX_FORMATS)(self._detect_format)
+        self._own_response_template = lru_cache(1)(lambda: of_model(model))
+        self._special_tokens = lru_cache(1)(lambda: special_tokens(model.require_tokenizer(), model.vocab_size))
         self.released_tools = ReleasedTools()
         self._warned = False  # that a template does not show the tools
 
@@ -148,11 +136,7 @@ class ChatFormatter:
             raise NanoinferError("continue_final_message=True: the last message has calls: give their results")
         variables = options.variables()
         template = self.template(self.source(options))
-        history = History(template, self.format(template.source), bool(variables.get("tools")))
-        if self._model.generic_tools and options.checked_tools and not history.shows_tools:
-            description = describe_tools(self.format(template.source), options.checked_tools)
-            messages = [{"role": "system", "content": description}, *messages]
-        messages = history.fit(messages)
+        messages = History(template, self.format(template.source), bool(variables.get("tools"))).fit(messages)
         if options.continue_final_message:
             text = _up_to_end(template, messages, variables)
         else:
@@ -160,9 +144,8 @@ class ChatFormatter:
         if not self._warned and (hidden := [tool.name for tool in options.checked_tools if tool.name not in text]):
             self._warned = True
             log.warning(
-                "the chat template does not show tool %r to the model: give generic_tools=True (--generic-tools), or"
-                " describe the tools in a message", hidden[0],
-            )  # fmt: skip
+                "the chat template does not show tool %r to the model: describe the tools in a message", hidden[0]
+            )
         return text
 
     def source(self, options: ChatOptions) -> str | None:
@@ -175,22 +158,19 @@ class ChatFormatter:
 
         It is found once for each template, in about a tenth of a second.
         """
-        template = self.template(source)
-        if (found := self._formats.get(template.source)) is None:
-            ends = [self.decode([token]) for token in self._model.end_token_ids]
-            found = detect(template, ends, self.special_tokens)
-            log.debug("answers of the chat template: %s", found)
-            kept = list(self._formats.items())[1 - _MAX_FORMATS :]
-            self._formats = {**dict(kept), template.source: found}  # no lock: an interrupt could leave it held
-        return found
+        return self._detect(self.template(source).source)
+
+    def _detect_format(self, source: str) -> AnswerFormat:
+        ends = [self.decode([token]) for token in self._model.end_token_ids]
+        format = detect(self.template(source), ends, self.special_tokens)
+        log.debug("answers of the chat template: %s", format)
+        return format
 
     def response_template(self, source: str | None) -> ResponseTemplate | None:
         """Return the model's response template, which is about its own chat template only; None without one."""
         if source is not None or self._model.response_template is None:
             return None
-        if not self._response_templates:
-            self._response_templates = (of_model(self._model),)
-        return self._response_templates[0]
+        return self._own_response_template()
 
     def template(self, source: str | None) -> ChatTemplate:
         """Return a template, or the model's own. Raises NanoinferError if the model has none, or it is too large."""
@@ -200,19 +180,12 @@ class ChatFormatter:
                 f"{model.no_chat_template_reason or f'model {model.name!r} has no chat template'}: give one by"
                 " chat_template= (--chat-template FILE), or use generate"
             )
-        templates = self._templates  # another thread may set another list meanwhile
-        if (template := next((t for t in templates if t.source == source), None)) is None:
-            template = ChatTemplate(source, model.special_tokens)
-            self._templates = [*templates[1 - _MAX_TEMPLATES :], template]
-        return template
+        return self._make_template(source)
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Text -> id of the tokenizer's special tokens, which an answer's markers may be."""
-        if self._special_tokens is None:
-            tokenizer = self._model.tokenizer
-            self._special_tokens = special_tokens(tokenizer, self._model.vocab_size) if tokenizer is not None else {}
-        return self._special_tokens
+        return self._special_tokens() if self._model.tokenizer is not None else {}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt; the template, not the tokenizer, has added its start token."""
@@ -233,8 +206,8 @@ def _up_to_end(template: ChatTemplate, messages: Sequence[Message], variables: M
     names = [name for name in REASONING_KEYS if name in last] if ends_in_reasoning(last) else ["content"]
     mark = f"mark{secrets.token_hex(8)}"
     marked = {**last, **{name: f"{last[name]}{mark} " for name in names}}
-    before, found, after = template.render([*messages[:-1], marked], **variables).rpartition(mark)
-    if not found:
+    before, is_there, after = template.render([*messages[:-1], marked], **variables).rpartition(mark)
+    if not is_there:
         raise NanoinferError(
             f"continue_final_message=True: the chat template leaves the {names[0]} of the last message out: give"
             " another message, or another chat_template"
@@ -261,27 +234,21 @@ class History:
         self._variables: dict[str, Any] = {"tools": PROBE_TOOLS} if has_tools else {}
         self._shown = template.shown
 
-    @property
-    def shows_tools(self) -> bool:
-        """Whether the template shows the tools of a conversation."""
-        return self._shows("tools", "user") or self._shows("user", "tools")
-
     def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return checked messages as the template accepts them.
 
         Raises:
             NanoinferError: a role is unknown to the template.
         """
-        made = [dict(message) for message in messages]
         if not self._shows("user"):  # one of another kind, as a reranker's
-            return [self._with_calls(message) for message in made]
-        for message in made:
-            self._set_role(message)
-        made = self._joined_beginning(made)
-        if any("tool_calls" in message for message in made):
-            made = [self._with_calls(message) for message in self._shown_calls(made)]
+            return [self._with_calls(dict(message)) for message in messages]
+        fitted = [{**message, "role": self._role(message["role"])} for message in messages]
+        first = list(takewhile(lambda message: message["role"] in _INSTRUCTIONS, fitted))
+        fitted = [*([_joined(*first)] if first else []), *fitted[len(first) :]]
+        if any("tool_calls" in message for message in fitted):
+            fitted = [self._with_calls(message) for message in self._shown_calls(fitted)]
         placed: list[dict[str, Any]] = []
-        for message in made:
+        for message in fitted:
             role, before = message["role"], _BEFORE.get(placed[-1]["role"], ()) if placed else ()
             if role in _INSTRUCTIONS and not self._shows(*before, role, *(() if before else ("user",))):
                 role = "user"
@@ -291,36 +258,27 @@ class History:
                 placed.append({**message, "role": role})
         return placed
 
-    def _set_role(self, message: dict[str, Any]) -> None:
-        """Replace the role developer where the template does not name it."""
-        role = message["role"]
+    def _role(self, role: str) -> str:
+        """Return the role of a message, of the system for that of the developer where the template does not name it."""
         if re.search(rf"""(['"]){re.escape(role)}\1""", self._template.source):
-            return
+            return role
         if role not in ROLES:
             raise NanoinferError(f"role={show(role)} is unknown to the chat template: use {', '.join(ROLES)}")
-        message["role"] = "system" if role == "developer" else role
-
-    def _joined_beginning(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with one of the system at the beginning; also one of the developer, if both are shown."""
-        first = list(takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages))
-        joined = [_joined(*run) for _, run in groupby(first, key=lambda message: message["role"])]
-        if len(joined) > 1 and not self._shows(*(message["role"] for message in joined), "user"):
-            joined = [_joined(*joined)]
-        return [*joined, *messages[len(first) :]]
+        return "system" if role == "developer" else role
 
     def _shown_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with calls and results as texts, if the template does not show them."""
         if self._shows("user", "call") or self._shows("user", "call", "tool"):
             return messages
-        made = []
+        shown = []
         for message in messages:
             if calls := message.pop("tool_calls", None):
                 parts = [message.get("content"), write_calls(self._format, [call["function"] for call in calls])]
                 message["content"] = "\n".join(filter(None, parts))
             elif message["role"] == "tool":
                 message = {"role": "user", "content": f"Result of a tool: {message['content']}"}
-            made.append(message)
-        return made
+            shown.append(message)
+        return shown
 
     def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with arguments as text or objects, and no content as null or "": what the template takes."""
@@ -336,8 +294,8 @@ class History:
     def _arguments(self, arguments: Any) -> Any:
         if self._format.text_arguments:
             return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if (made := as_object(arguments)) is not None:
-            return made
+        if (values := as_object(arguments)) is not None:
+            return values
         return arguments if self._format.notation == "json" else {"arguments": arguments}  # cut off: not JSON
 
     def _shows(self, *roles: str) -> bool:
@@ -351,9 +309,6 @@ class History:
         messages, texts = [], []
         for i, role in enumerate(roles):
             message: dict[str, Any] = {"role": role, "content": f"Probe {i}."}
-            if role == "tools":
-                texts.append(NAMES[0])
-                continue
             if role == "call":
                 message |= {"role": "assistant", "content": "", "tool_calls": probe_calls(1)}
                 texts.append(NAMES[0])
@@ -370,29 +325,14 @@ class History:
         return all((at := text.find(expected, at)) >= 0 for expected in texts)
 
 
-def describe_tools(format: AnswerFormat, tools: Sequence[Tool]) -> str:
-    """Return what a system message says about tools, for a template that does not show them."""
-    listed = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
-    example = write_calls(format, [{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}])
-    return (
-        f"You can call these functions. Each has a JSON schema of its parameters:\n{listed}\n\n"
-        f"To call a function, write exactly this, with its name and its arguments:\n{example}"
-    )
-
-
-def write_calls(format: AnswerFormat, functions: Sequence[Mapping[str, Any]]) -> str:
+def write_calls(f: AnswerFormat, functions: Sequence[Mapping[str, Any]]) -> str:
     """Return calls as a model writes them. Args: functions: {"name": ..., "arguments": JSON text or an object}."""
-    f, made = format, []
+    calls = []
     for function in functions:
         arguments = as_object(function["arguments"])
-        if arguments is None:
-            text = function["arguments"]
-        elif f.notation == "python":
-            text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        else:
-            text = json.dumps(arguments, ensure_ascii=False)
-        made.append(f.before_name + function["name"] + f.after_name + text + f.after_arguments)
-    return (f.calls_start + f.separator.join(made) + f.calls_end).replace(ID, "0" * 9)
+        text = function["arguments"] if arguments is None else json.dumps(arguments, ensure_ascii=False)
+        calls.append(f.before_name + function["name"] + f.after_name + text + f.after_arguments)
+    return (f.calls_start + f.separator.join(calls) + f.calls_end).replace(ID, "0" * 9)
 
 
 def _joined(*messages: Message) -> dict[str, Any]:

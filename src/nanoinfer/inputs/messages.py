@@ -1,15 +1,7 @@
 """Messages and tools of a chat: checked, and converted from the forms that vLLM accepts to what chat templates take.
 
-as_conversations([{"role": "user", "content": "Hi"}])  ->  [[{"role": "user", "content": "Hi"}]]
-content [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]  ->  "a\\nb"
-
-Calls of tools and their results have OpenAI's shape; without ids, as transformers has them, too:
-
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]}
-    {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
-
-Tools are functions that a model may call, in OpenAI's shape.
+Calls of tools and their results have OpenAI's shape; without ids, as transformers has them, too. docs/tool-calls.md
+shows them.
 """
 
 from __future__ import annotations
@@ -49,11 +41,11 @@ log = logging.getLogger("nanoinfer")
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
     """Return one conversation or several as a list of conversations. Raises as `as_conversation`."""
     many = messages if is_list(messages) and messages and all(map(is_list, messages)) else [messages]
-    made = []
+    conversations = []
     for i, conversation in enumerate(many):
         with numbered(i, len(many), "conversation"):
-            made.append(as_conversation(conversation))
-    return made
+            conversations.append(as_conversation(conversation))
+    return conversations
 
 
 def as_conversation(messages: Any) -> list[dict[str, Any]]:
@@ -69,20 +61,18 @@ def as_conversation(messages: Any) -> list[dict[str, Any]]:
         raise NanoinferError(
             f"messages={show(messages)} is not a conversation: give a list of {{'role': ..., 'content': ...}}"
         )
-    made: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
     call_ids: set[str | None] = set()
     for i, message in enumerate(messages):
         with numbered(i, len(messages), "message"):
-            made.append(_as_message(message))
-            call_ids.update(call.get("id") for call in made[-1].get("tool_calls", ()))
-            if made[-1]["role"] == "tool" and (call_id := made[-1].get("tool_call_id")) not in call_ids:
+            checked.append(last := _as_message(message))
+            call_ids.update(call.get("id") for call in last.get("tool_calls", ()))
+            if last["role"] == "tool" and (call_id := last.get("tool_call_id")) not in call_ids:
                 if call_id is None:
                     raise NanoinferError("tool_call_id is missing: give the id of the call that this is the result of")
-                log.info(
-                    "tool_call_id %s is the id of no call before it: its result is the user's message", show(call_id)
-                )
-                made[-1] = {"role": "user", "content": f"Result of an earlier call: {made[-1]['content']}"}
-    return made
+                log.info("tool_call_id %s is the id of no call: its result is the user's message", show(call_id))
+                checked[-1] = {"role": "user", "content": f"Result of an earlier call: {last['content']}"}
+    return checked
 
 
 def as_object(arguments: Any) -> dict[str, Any] | None:
@@ -90,43 +80,41 @@ def as_object(arguments: Any) -> dict[str, Any] | None:
     if arguments in ("", None):
         return {}
     try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
-    return dict(found) if isinstance(found, Mapping) else None
+    return dict(value) if isinstance(value, Mapping) else None
 
 
 def _as_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
         raise NanoinferError(f"message={show(message)} is not a dict with role and content")
-    made = dict(message)
-    if not made.get("tool_calls"):  # clients send null, or an empty list
-        made.pop("tool_calls", None)
-    else:
+    calls = message.get("tool_calls")
+    message = {key: value for key, value in message.items() if key != "tool_calls"}
+    if calls:  # clients send null, or an empty list
         with about("tool_calls"):
-            made["tool_calls"] = _as_calls(made["tool_calls"])
-    reasoning = next((made[key] for key in REASONING_KEYS if made.get(key) is not None), None)
-    if made.get("role") == "assistant" and reasoning is not None:
+            message["tool_calls"] = _as_calls(calls)
+    role, content, call_id = message.get("role"), message.get("content"), message.get("tool_call_id")
+    if not isinstance(role, str) or not role:
+        raise NanoinferError(f"role={show(role)} is not a string such as 'user', 'assistant' or 'system'")
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if role == "assistant" and reasoning is not None:
         if not isinstance(reasoning, str):
             raise NanoinferError(f"reasoning_content={show(reasoning)} is not a string")
-        made |= dict.fromkeys(REASONING_KEYS, reasoning)
-    for key in ("role", "content"):
-        if key not in made and (key == "role" or made["role"] != "assistant"):
-            raise NanoinferError(f"message={show(made)} has no {key}")
-    if not isinstance(role := made["role"], str) or not role:
-        raise NanoinferError(f"role={show(role)} is not a string such as 'user', 'assistant' or 'system'")
-    if not isinstance(call_id := made.get("tool_call_id"), (str, type(None))):
+        message |= dict.fromkeys(REASONING_KEYS, reasoning)
+    if not isinstance(call_id, (str, type(None))):
         raise NanoinferError(f"tool_call_id {show(call_id)} is not a string")
-    content = made.get("content")
     if content is None and role == "assistant":  # beside calls or reasoning, or of an answer that was cut off
-        return {**made, "content": None if "tool_calls" in made else ""}
-    return {**made, "content": _text(content, role)}
+        return {**message, "content": None if "tool_calls" in message else ""}
+    if "content" not in message:
+        raise NanoinferError(f"message={show(message)} has no content")
+    return {**message, "content": _text(content, role)}
 
 
 def _as_calls(calls: Any) -> list[dict[str, Any]]:
     if not is_list(calls) or len(calls) > MAX_CALLS:
         raise NanoinferError(f"{show(calls)} is not a list of at most {MAX_CALLS} calls")
-    made = []
+    checked = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -138,8 +126,8 @@ def _as_calls(calls: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if not isinstance(arguments, (str, Mapping)):  # text that is no JSON was cut off: the template shows it
             raise NanoinferError(f"arguments={show(arguments)} are neither an object nor its JSON")
-        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return made
+        checked.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return checked
 
 
 def _text(content: Any, role: str) -> str:
@@ -192,8 +180,8 @@ def as_tools(value: Any) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not is_list(value) or len(value) > MAX_TOOLS:
-        given = f"{len(value)} tools" if is_list(value) else f"tools={show(value)}"
-        raise NanoinferError(f"{given}: give a list of at most {MAX_TOOLS} tools")
+        what = f"{len(value)} tools" if is_list(value) else f"tools={show(value)}"
+        raise NanoinferError(f"{what}: give a list of at most {MAX_TOOLS} tools")
     tools: dict[str, Tool] = {}
     total = 0
     for i, item in enumerate(value):
@@ -236,10 +224,7 @@ def _as_tool(item: Any) -> Tool:
         )
     if unknown := [key for key in function if key not in ("name", "description", "parameters", "strict")]:
         raise NanoinferError(f"function has the unknown field {show(unknown[0])}")
-    given = {key: value for key, value in function.items() if value is not None}
-    if "name" not in given:
-        raise NanoinferError("function has no name")
-    return Tool(**given)
+    return Tool(**{"name": None, **{key: value for key, value in function.items() if value is not None}})
 
 
 def _check(tool: Tool) -> int:

@@ -1,12 +1,9 @@
 """Convert prompts in all supported forms to a list whose items are strings or lists of token ids.
 
-as_list("To be")                                    ->  ["To be"]
-as_list([39, 15])                                   ->  [[39, 15]]
 as_list(["To be", {"prompt_token_ids": [39, 15]}])  ->  ["To be", [39, 15]]
 
 Token ids may be integers of Python, NumPy or PyTorch, in a list, a tuple, an array or a tensor; a 2-D array is several
-prompts. The dicts have vLLM's keys. Other iterables are refused where iteration would be misleading: bytes iterate as
-integers, a dict as its keys, a set in no defined order.
+prompts. The dicts have vLLM's keys.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ def as_list(prompts: Prompt | Iterable[Prompt], salts: list[str | None] | None =
         if salts is not None:
             salts.append(None)
         return [_token_ids(many)]
-    made = []
+    checked = []
     for i, item in enumerate(many):
         with numbered(i, len(many)):
-            made.append(as_prompt(item, salts))
-    return made
+            checked.append(as_prompt(item, salts))
+    return checked
 
 
 def as_prompt(prompt: Prompt, salts: list[str | None] | None = None) -> str | list[int]:
@@ -80,10 +77,10 @@ def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
     except NanoinferError as e:
         if count == 1:
             raise
-        made = type(e).__new__(type(e))  # not the same object, which other requests may have
-        made.__dict__.update(e.__dict__)
-        made.args = (f"{what} {i + 1} of {count}: {e}",)
-        raise made from None
+        numbered_error = type(e).__new__(type(e))  # not the same object, which other requests may have
+        numbered_error.__dict__.update(e.__dict__)
+        numbered_error.args = (f"{what} {i + 1} of {count}: {e}",)
+        raise numbered_error from None
 
 
 def _items(value: Any) -> list[Any]:

@@ -44,8 +44,6 @@ class ModelInfo:
     """The Jinja template of chats."""
     tool_template: str | None = None
     """Another one for chats with tools; None: there is none."""
-    generic_tools: bool = False
-    """Whether the system message describes tools that a template does not show."""
     no_chat_template_reason: str = ""
     """Why it could not be read; empty if there is none."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)

@@ -131,7 +131,6 @@ _TEMPLATE = {
     "chat_template_kwargs": Field(_OBJECT, "Further variables of the chat template."),
     "add_generation_prompt": Field(_BOOL, "End the prompt with the beginning of the answer (default: true)."),
     "continue_final_message": Field(_BOOL, "Continue the last message; needs add_generation_prompt=false."),
-    "documents": Field(_list(_OBJECT), "Documents for the chat template."),
     "tools": Field(
         _list(_open(("function",), type={"enum": ["function"]}, function=_open(("name",), **_FUNCTION)),
               maxItems=MAX_TOOLS),

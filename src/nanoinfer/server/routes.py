@@ -67,7 +67,7 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "model": service.names[0],
             "has_chat_template": described.chat_template is not None,
             "reasoning_options": _reasoning_options(described.chat_template or ""),
-            "shows_tools": described.generic_tools or "tools" in f"{described.tool_template}{described.chat_template}",
+            "shows_tools": "tools" in f"{described.tool_template}{described.chat_template}",
             "block_size": llm.config.block_size,
             "engine": llm.engine_name,
             "device": llm.device,

@@ -62,7 +62,7 @@ class ReleasedTools:
 
 
 def _key(tool: Tool) -> tuple[str, str]:
-    return tool.name, json.dumps(tool.parameters)
+    return tool.name, json.dumps([tool.strict, tool.parameters])
 
 
 def own(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:

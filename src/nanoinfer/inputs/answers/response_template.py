@@ -1,22 +1,14 @@
 """Response templates: how to read a model's answers, by the description that comes with its tokenizer.
 
 tokenizer_config.json may have `response_template`, which transformers (5.13 and later) executes as `parse_response`:
-where the text of each key of the message begins and ends, and what it is. docs/chat.md lists the keys.
+docs/chat.md lists its keys and limits. The rules are those of transformers' utils/chat_parsing (Apache License 2.0):
+where several markers match, the first counts, of those the longest, of those one that opens. A template is data from an
+untrusted file: `compile_pattern` limits the memory of its patterns, and CPU_SEC their time.
 
-An anchor, open and close are a string or a list of strings, or, as start_anchor_pattern and so on, a regular expression
-of the package `regex`, in which . matches newlines. Where several match, the first counts, of those the longest, of
-those one that opens. The rules are those of transformers' utils/chat_parsing (Apache License 2.0). A template is data
-from an untrusted file: `compile_pattern` limits the memory of its patterns, and CPU_SEC their time.
-
-The description does not say which white space a model writes, and in which order the keys of a call, so that no grammar
-can be made of it: that comes from the chat template (format.py).
-
-What differs from transformers: a call that is malformed or of an unknown tool becomes content instead of an error; a
-call that the answer ends in is left out unless its name is known; text of a field that is there several times without
-`join` is joined by newlines, instead of the last one alone; the part of the answer that the prompt has is not part of
-the message; a pattern or a value that takes too long ends the reading: the rest is content. Fields other than content,
-reasoning and tool_calls are dropped, which is logged. The older `response_schema` is not read: transformers drops it,
-too.
+What differs from transformers: a malformed call or one of an unknown tool becomes content instead of an error; a call
+that the answer ends in is left out; texts of a field that is there several times without `join` are joined by newlines;
+the part of the answer that the prompt has is not part of the message. No grammar can be made of a template: it does not
+say which white space a model writes.
 """
 
 from __future__ import annotations
@@ -31,7 +23,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.reader import MessageBuilder, to_json
+from nanoinfer.inputs.answers.format import STRING_MARK
+from nanoinfer.inputs.answers.reader import MessageBuilder, Reader, to_json
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
@@ -49,21 +42,14 @@ MAX_EMPTY = 10  # empty matches in a row
 CONTEXT = 64  # characters before the searched text, which ^, \\b and lookbehinds read
 CPU_SEC = 1.0
 """For one piece of an answer."""
-PLAIN = ("text", "int", "float", "bool")  # can be shown before they are complete
 TEXTS = {"content": ContentDelta} | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), ReasoningDelta)
 CALLS = "tool_calls"
-_MARKER, _TEXT = (str, list, type(None)), (str, type(None))
-_TEMPLATE_TYPES: dict[str, tuple[type, ...]] = {
-    "version": (int,), "defaults": (object,), "fields": (dict,), "start_anchor": _MARKER, "start_anchor_pattern": _TEXT
-}  # fmt: skip
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "open": _MARKER, "open_pattern": _TEXT, "close": _MARKER, "close_pattern": _TEXT, "content": (str,),
-    "content_args": (dict,), "repeats": (bool,), "join": _TEXT, "optional": (object,), "transform": (object,),
-    "transform_each": (bool,),
-}  # fmt: skip
+_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
+_FIELD_KEYS = (
+    "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional",
+    "transform", "transform_each",
+)  # fmt: skip
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-_UNQUOTED_KEY = re.compile(r"(?<=[{,])(\w+):")
-_SENTINEL = re.compile("\x01(\\d+)\x02")
 _REFUSED = re.compile(r"\(\?(?:[\w-]*x|R|[+-]?\d|P?&|P>)")  # white space in patterns, which hides numbers; recursion
 
 
@@ -95,14 +81,14 @@ class ResponseTemplate:
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        _check_types("response_template", spec, _TEMPLATE_TYPES)
+        _check_keys("response_template", spec, _KEYS)
         if len(text := json.dumps(spec)) > MAX_CHARS:
             raise NanoinferError(f"response_template has more than {MAX_CHARS} characters of JSON")
         if spec.get("version", 1) != 1:
             raise NanoinferError(f"response_template.version={show(spec['version'])} is unknown: only 1 is")
         if (anchor := _to_marker("response_template", spec, "start_anchor")) is None:
             raise NanoinferError("response_template has neither start_anchor nor start_anchor_pattern")
-        if not (fields := spec.get("fields")):
+        if not isinstance(fields := spec.get("fields"), dict) or not fields:
             raise NanoinferError(f"response_template.fields={show(fields)} is not an object with fields")
         self.fields: dict[str, dict[str, Any]] = fields
         self.has_patterns = '_pattern": ' in text
@@ -111,9 +97,9 @@ class ResponseTemplate:
         self._opens: dict[str, Marker] = {}
         self._closes: dict[str, Marker] = {}
         for name, field in fields.items():
-            _check_field(where := f"response_template.fields.{name}", field)
+            _check_field(name, field)
             for markers, key in ((self._opens, "open"), (self._closes, "close")):
-                if (marker := _to_marker(where, field, key)) is not None:
+                if (marker := _to_marker(f"response_template.fields.{name}", field, key)) is not None:
                     markers[name] = marker
         implicit = [name for name in fields if name not in self._opens]
         if len(implicit) > 1:
@@ -129,13 +115,10 @@ class ResponseTemplate:
         return prompt[ends[-1] if ends else 0 :]
 
     def find(self, field: str | None, text: str, start: int, end: bool, deadline: float) -> tuple[Any, str | None, int]:
-        """Search the next marker from a place of the text, of which `end` says whether it is the whole answer.
+        """Search the next marker from a place of the text. Args: end: whether the text is the whole answer.
 
         Returns: its match or None; the field that it opens (None: it closes `field`); where text begins that may become
-        a marker.
-
-        Raises:
-            TimeoutError: a pattern takes longer than until the deadline (`time_left`).
+        a marker. Raises TimeoutError as `time_left`.
         """
         watched = [*self._opens.items()] if field == self.implicit else []
         if field in self._closes:
@@ -149,20 +132,31 @@ class ResponseTemplate:
             return None, None, held
         return first[4], first[3] or None, held
 
-    def value(self, name: str, body: str, captures: dict[str, str], deadline: float) -> Any:
-        """Return the value of a field.
+    def calls(
+        self, body: str, captures: dict[str, str], tools: Mapping[str, Tool], deadline: float
+    ) -> list[tuple[str, str]]:
+        """Return names and arguments of the calls in a text.
 
         Raises:
             TimeoutError: it takes too long.
-            Exception: of any type: the text is not of the field's form. Arguments of the form are not checked before.
+            Exception: of any type: the text is not of the field's form, or a tool is unknown.
         """
-        field = self.fields[name]
-        value = _PARSERS[field.get("content", "text")](body, field.get("content_args", {}), deadline)
-        if (shape := field.get("transform")) is None:
-            return value
-        if field.get("transform_each", False):
-            return [_transform(shape, {**captures, **item}) for item in value]
-        return _transform(shape, {**captures, "content": value})
+        field, calls = self.fields[CALLS], []
+        value = _PARSERS[field.get("content", "text")](body, field.get("content_args") or {}, deadline)
+        if (shape := field.get("transform")) is not None and field.get("transform_each"):
+            value = [_transform(shape, {**captures, **item}) for item in value]
+        elif shape is not None:
+            value = _transform(shape, {**captures, "content": value})
+        for item in value if isinstance(value, list) else [value]:
+            name, arguments = item["function"]["name"], item["function"].get("arguments", {})
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            parameters = tools[name].parameters
+            for key, argument in arguments.items():
+                types = types_of(parameters, key)
+                if types is not None and isinstance(argument, str):
+                    arguments[key] = json.loads(to_json(argument, types))
+            calls.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+        return calls
 
 
 def of_model(model: ModelInfo) -> ResponseTemplate | None:
@@ -219,33 +213,29 @@ def _to_marker(where: str, given: Mapping[str, Any], key: str) -> Marker | None:
     return Marker(regex.compile("|".join(map(regex.escape, literals))), can_grow)
 
 
-def _check_field(where: str, field: Any) -> None:
-    _check_types(where, field, _FIELD_TYPES)
-    if (parser := field.get("content", "text")) not in _PARSERS:
-        raise NanoinferError(f"{where}.content={show(parser)} is none of {', '.join(_PARSERS)}")
-    if field.get("join") is not None and not field.get("repeats", False):
-        raise NanoinferError(f"{where}.join={show(field['join'])} is given, and repeats is not true")
-    if field.get("transform_each", False) and field.get("transform") is None:
-        raise NanoinferError(f"{where}.transform_each=True is given, and no transform")
+def _check_field(name: str, field: Any) -> None:
+    where = f"response_template.fields.{name}"
+    _check_keys(where, field, _FIELD_KEYS)
+    content = field.get("content", "text")
+    if not isinstance(content, str) or content not in _PARSERS:
+        raise NanoinferError(f"{where}.content={show(content)} is none of {', '.join(_PARSERS)}")
+    if name in TEXTS and (content != "text" or field.get("transform") is not None):
+        raise NanoinferError(f"{where} is a value: only {CALLS} may be one, {name} is text")
+    for key, kind in (("content_args", dict), ("join", str)):
+        if not isinstance(value := field.get(key), (kind, type(None))):
+            raise NanoinferError(f"{where}.{key}={show(value)} is not of the type {kind.__name__}")
     values = [field.get("transform")]
     for value in values:  # which grows
         if len(values) > MAX_VALUES:  # each may stand for the whole text of the field
             raise NanoinferError(f"{where}.transform has more than {MAX_VALUES} values")
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for value in values:
-        if isinstance(value, str) and _PLACEHOLDER.search(value) and not _PLACEHOLDER.fullmatch(value):
-            raise NanoinferError(f"{where}.transform has {show(value)}: a placeholder must be the whole string")
 
 
-def _check_types(where: str, given: Any, types: Mapping[str, tuple[type, ...]]) -> None:
-    if not isinstance(given, dict):
-        raise NanoinferError(f"{where}={show(given)} is not an object")
-    for key, value in given.items():
-        if key not in types:
-            raise NanoinferError(f"{where} has the unknown key {show(key)}")
-        if not isinstance(value, types[key]):
-            names = " or ".join(kind.__name__ for kind in types[key])
-            raise NanoinferError(f"{where}.{key}={show(value)} is not of the type {names}")
+def _check_keys(where: str, value: Any, keys: Sequence[str]) -> None:
+    if not isinstance(value, dict):
+        raise NanoinferError(f"{where}={show(value)} is not an object")
+    if unknown := [key for key in value if key not in keys]:
+        raise NanoinferError(f"{where} has the unknown key {show(unknown[0])}")
 
 
 def _transform(shape: Any, scope: dict[str, Any]) -> Any:
@@ -261,71 +251,41 @@ def _transform(shape: Any, scope: dict[str, Any]) -> Any:
     return value
 
 
-def _text(text: str, args: dict[str, Any], deadline: float = 0.0) -> str:
-    return text.strip() if args.get("strip", True) else text
-
-
-def _json(text: str, args: dict[str, Any], deadline: float) -> Any:
-    """Parse JSON, or a dialect of it: {a: <"b">} with string_delims [['<"', '">']] and unquoted_keys -> {"a": "b"}."""
-    work, strings = text, list[str]()
-
-    def keep(match: Any) -> str:
-        strings.append(match[1])
-        return f"\x01{len(strings) - 1}\x02"
-
-    for opening, closing in args.get("string_delims", []):
-        if not opening or not closing or "\x01" in text:
-            raise ValueError("string_delims has an empty text, or the text has the character \\x01")
-        pattern = compile_pattern("string_delims", f"{re.escape(opening)}(.*?){re.escape(closing)}")
-        work = pattern.sub(keep, work, timeout=time_left(deadline))
-    if args.get("unquoted_keys", False):
-        work = _UNQUOTED_KEY.sub(r'"\1":', work)
+def _json(text: str, args: dict[str, Any], deadline: float = 0.0) -> Any:
+    """Parse JSON, or the dialect of Gemma 4."""
+    work = text
+    if args.get("string_delims") == [[STRING_MARK] * 2] and args.get("unquoted_keys"):
+        reader, parts = Reader(), list[str]()
+        reader.feed(text)
+        reader.closed = True
+        for _ in reader.object(STRING_MARK, parts.append):
+            pass
+        work = "".join(parts) + reader.rest()
     try:
-        return json.loads(_SENTINEL.sub(lambda m: json.dumps(strings[int(m[1])]), work) if strings else work)
+        return json.loads(work)
     except ValueError:
         if args.get("allow_non_json"):
-            return _text(text, args)
+            return text.strip()
         raise
 
 
 def _xml_inline(text: str, args: dict[str, Any], deadline: float) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    parser = args.get("value_parser", {})
     for m in compile_pattern("tag_pattern", args["tag_pattern"]).finditer(text, timeout=time_left(deadline)):
-        places = m.spans("key") + m.spans("value")
-        if any(start < m.start() or stop > m.end() for start, stop in places):  # each could be the whole text
-            raise ValueError("a group of tag_pattern is outside of its match")
-        key, value = m["key"], _inner(m["value"], args, deadline)
-        if key in values and args.get("merge_duplicates", False):
-            values[key] = values[key] if isinstance(values[key], list) else [values[key]]
-            values[key].append(value)
-        else:
-            values[key] = value
+        spans = m.spans("key") + m.spans("value")
+        if any(start < m.start() or stop > m.end() for start, stop in spans):  # each could be the whole text
+            raise ValueError
+        read = _PARSERS[parser.get("name", "text")]
+        values[m["key"]] = read(m["value"], parser.get("args", {}), deadline) if parser else m["value"]
     return values
-
-
-def _kv_lines(text: str, args: dict[str, Any], deadline: float) -> dict[str, Any]:
-    values = {}
-    for line in text.split(args.get("line_sep", "\n")):
-        key, separator, value = _text(line, args).partition(args.get("kv_sep", ":"))
-        if separator:
-            values[_text(key, args)] = _inner(_text(value, args), args, deadline)
-    return values
-
-
-def _inner(text: str, args: dict[str, Any], deadline: float) -> Any:
-    parser = args.get("value_parser")
-    return text if parser is None else _PARSERS[parser.get("name", "text")](text, parser.get("args", {}), deadline)
 
 
 # Each returns the value of a text; it raises ValueError and others if the text is not of its form.
 _PARSERS: dict[str, Callable[[str, dict[str, Any], float], Any]] = {
-    "text": _text,
-    "int": lambda text, args, _: int(_text(text, args)),
-    "float": lambda text, args, _: float(_text(text, args)),
-    "bool": lambda text, args, _: _text(text, args).lower() in ("true", "1"),
+    "text": lambda text, args, _: text.strip() if args.get("strip", True) else text,
     "json": _json,
     "xml-inline": _xml_inline,
-    "kv-lines": _kv_lines,
 }
 
 
@@ -416,69 +376,24 @@ class ResponseTemplateParser:
         self._built.begin()
 
     def _add(self, field: str, text: str) -> None:
-        given = self._template.fields[field]
-        if field in TEXTS and given.get("content", "text") in PLAIN and given.get("transform") is None:
-            self._text(field, text, given.get("content_args", {}).get("strip", True))
-        elif field in TEXTS or field == CALLS:
+        """Release text of a field, white space only between other text if it is stripped; keep that of calls."""
+        spec = self._template.fields[field]
+        if field == CALLS:
             self._body.append(text)
-
-    def _text(self, field: str, text: str, strips: bool = True) -> None:
-        """Release text of a field; of one that is stripped, white space only between other text."""
-        join = self._template.fields.get(field, {}).get("join")
-        self._built.write(TEXTS[field], text, join="\n" if join is None else join, strips=strips)
+        elif field in TEXTS:
+            strips, join = (spec.get("content_args") or {}).get("strip", True), spec.get("join")
+            self._built.write(TEXTS[field], text, join="\n" if join is None else join, strips=strips)
 
     def _close(self, marker: str) -> None:
-        field, body = self._field or "", "".join(self._body)
-        value: Any = None if field == CALLS else body
-        is_unfinished = field == CALLS and not marker  # the answer ended in it
-        if body or field == CALLS:
+        field, body = self._field, "".join(self._body)
+        if field == CALLS:
             try:
-                value = self._template.value(field, body, self._captures, self._deadline)
-                is_unfinished = False
+                for call in self._template.calls(body, self._captures, self._tools, self._deadline):
+                    self._built.call(*call)
             except (TimeoutError, MemoryError):
                 raise
-            except Exception:
-                pass
+            except Exception:  # another form, or tool
+                if marker:  # else the answer ends in the call
+                    self._built.begin()
+                    self._built.write(ContentDelta, self._marker + body + marker)
         self._field, self._is_open, self._body = self._template.implicit, False, []
-        if is_unfinished:
-            self._unfinished(body)
-        elif field == CALLS and not self._call(value):
-            self._built.begin()
-            self._text("content", self._marker + body + marker)
-        elif field in TEXTS and body:
-            self._text(field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-    def _call(self, value: Any) -> bool:
-        """Release the calls of a value, of the form {"function": ...} or a list of such, if it is nothing else."""
-        calls = []
-        for item in value if isinstance(value, list) else [value]:
-            try:
-                name, arguments = item["function"]["name"], item["function"].get("arguments", {})
-                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                _cast(arguments, self._tools[name])
-                calls.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
-            except (AttributeError, LookupError, TypeError, ValueError, RecursionError):  # another form, or tool
-                return False
-        for name, text in calls:
-            self._built.call(name, text)
-        return True
-
-    def _unfinished(self, body: str) -> None:
-        """Release the call that the answer ended in, if an opening pattern has its name and its body is JSON."""
-        given = self._template.fields[CALLS]
-        shape = given.get("transform")
-        function = shape.get("function") if isinstance(shape, dict) else None
-        if isinstance(function, dict) and given.get("content") == "json" and not given.get("content_args"):
-            name = self._captures.get(str(function.get("name"))[1:-1], "")
-            if name in self._tools and function.get("arguments") == "{content}":
-                self._built.call(name, body.strip())
-
-
-def _cast(arguments: dict[str, Any], tool: Tool) -> None:
-    """Convert the strings among arguments, where the tool's schema permits other types."""
-    for key, value in arguments.items():
-        types = types_of(tool.parameters, key)
-        if types is not None and isinstance(value, str):
-            arguments[key] = json.loads(to_json(value, types))
-        elif types is not None and isinstance(value, list) and "array" not in types:  # of a key that is there again
-            arguments[key] = [json.loads(to_json(v, types)) if isinstance(v, str) else v for v in value]
