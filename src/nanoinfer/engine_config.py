@@ -10,7 +10,6 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.pooling_params import PoolingConfig
-from nanoinfer.utils.arguments import unknown_argument
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, show
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -162,7 +161,9 @@ class LLMConfig:
         given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
-                raise unknown_argument("LLM", name, owner, "help(LLM) and docs/from-vllm.md list the arguments")
+                raise TypeError(
+                    f"LLM() got an unexpected keyword argument {name!r}: help(LLM) and docs/from-vllm.md list them"
+                )
             given[owner[name]][name] = value
         engine, speculation, scheduler, pooling = (kind(**given[kind]) for kind in given)
         return cls(

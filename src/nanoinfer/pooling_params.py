@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.utils.arguments import explains_arguments
 from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice
 
 POOLING_TYPES = ("last", "mean")
 """The tokens whose hidden states make an embedding: the last one, or all (their mean)."""
 
 
-@explains_arguments
 @dataclass(frozen=True)
 class PoolingParams:
     """What a request for an embedding or a score asks for.

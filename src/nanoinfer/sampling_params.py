@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.utils.arguments import explains_arguments
 from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_float, require_int, show
 
 COMMAND_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
@@ -56,7 +55,6 @@ class BadWords:
         return [token for count, last in self._last.items() for token in last.get(tuple(output[size - count :]), ())]
 
 
-@explains_arguments
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What an output must match: exactly one of json, regex, choice, grammar and json_object.
@@ -142,7 +140,6 @@ def _check_text(name: str, text: Any) -> None:
 _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
-@explains_arguments
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters that control how the tokens of one request are sampled, and when its outputs end.
@@ -298,7 +295,6 @@ RANGES: dict[str, tuple[Any, Any]] = {
 """Smallest and largest value (None: any) of each field of SamplingParams that is a number; integers where these are."""
 
 
-@explains_arguments
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of a beam search: the names of vLLM, and early_stopping and length_penalty of transformers.

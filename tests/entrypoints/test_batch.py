@@ -667,7 +667,7 @@ def test_a_bar_shows_lines_tokens_a_second_and_the_time_left(
         shown = terminal.getvalue()
         assert "batch" in shown
         assert "tokens/s" in shown
-        assert "50/50" in shown
+        assert " of 50" in shown
         assert " left" in shown
         seen.clear()
 

@@ -159,7 +159,7 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     assert worker is not None
     worker._process.kill()
     worker._process.wait()
-    assert worker.end(1.0) == "its process ended with code -9"
+    assert worker.end(1.0) == "there was no answer within 30 s, or memory was short"
     assert template.render(TURNS) == "user"
     assert template._worker._child is not worker
 
@@ -207,14 +207,15 @@ def test_threads_and_forks_share_a_template() -> None:
 def test_an_interrupt_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render([{"role": "user", "content": "a"}]) == "a"
-    read: Callable[..., bytes] = limited_process._Child._read_line
+    ask: Callable[..., bytes] = limited_process._Child.ask
 
-    def interrupted(self: Any, deadline: float) -> bytes:
+    def interrupted(self: Any, request: bytes) -> bytes:
+        ask(self, request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(limited_process._Child, "_read_line", interrupted)
+    monkeypatch.setattr(limited_process._Child, "ask", interrupted)
     with pytest.raises(KeyboardInterrupt):
         template.render([{"role": "user", "content": "b"}])
-    monkeypatch.setattr(limited_process._Child, "_read_line", read)
+    monkeypatch.setattr(limited_process._Child, "ask", ask)
     assert template.render([{"role": "user", "content": "c"}]) == "c"
     assert threading.active_count() >= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -225,22 +224,10 @@ def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) ->
     assert len(message) < 300
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "meant"),
-    [
-        (SamplingParams, "max_new_tokens", ": did you mean max_tokens?"),
-        (SamplingParams, "num_return_sequences", ": did you mean n?"),
-        (SamplingParams, "use_beam_search", ""),
-        (BeamSearchParams, "num_beams", ": did you mean beam_width?"),
-        (StructuredOutputsParams, "json_schema", ": did you mean json?"),
-        (PoolingParams, "dimension", ": did you mean dimensions?"),
-        (LLM, "n_ctx", ": did you mean max_model_len? help(LLM) and docs/from-vllm.md list the arguments"),
-    ],
-)
-def test_an_unknown_keyword_is_a_type_error(kind: Any, name: str, meant: str) -> None:
-    message = f"{kind.__name__}() got an unexpected keyword argument {name!r}{meant}"
-    with pytest.raises(TypeError, match=f"{re.escape(message)}$"):
-        kind(*["shakespeare"] * (kind is LLM), **{name: 1})
+@pytest.mark.parametrize("kind", [SamplingParams, PoolingParams, LLM])
+def test_an_unknown_keyword_is_a_type_error(kind: Any) -> None:
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'max_new_tokens'"):
+        kind(*["shakespeare"] * (kind is LLM), max_new_tokens=1)
 
 
 def test_what_the_caller_changes_afterwards_changes_nothing() -> None:

@@ -88,8 +88,24 @@ def format_names(matrices: Mapping[str, BlockFormats]) -> list[str]:
     return [name for name, _ in Counter(name for parts in matrices.values() for name, _ in parts).most_common()]
 
 
+class Blocks(HostTensor):
+    """A matrix that is not stored as numbers, but has those of `float32`."""
+
+    def dense(self) -> HostTensor:
+        """Return the values in float32."""
+        return HostTensor(self.float32(), "float32")
+
+    def t(self) -> HostTensor:
+        """Return the transpose, in float32."""
+        return self.dense().t()
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
+        return self if dtype == self.dtype else self.dense().to(dtype)
+
+
 @dataclass(frozen=True)
-class BlockMatrix(HostTensor):
+class BlockMatrix(Blocks):
     """A matrix whose rows are blocks of quantized values, in a format of GGUF files. Its dtype is the format: "q4_k".
 
     `values` are the blocks, (rows, bytes of a row) uint8.
@@ -104,14 +120,6 @@ class BlockMatrix(HostTensor):
         """Sizes of the dimensions."""
         return (len(self.values), self.columns)
 
-    def dense(self) -> HostTensor:
-        """Return the values in float32."""
-        return HostTensor(self.float32(), "float32")
-
-    def t(self) -> HostTensor:
-        """Return the transpose, in float32."""
-        return self.dense().t()
-
     def float32(self) -> NDArray[np.float32]:
         """Return the values as float32."""
         return self.dequantize(self.blocks()).reshape(self.shape)
@@ -119,10 +127,6 @@ class BlockMatrix(HostTensor):
     def blocks(self) -> NDArray[np.uint8]:
         """Return the blocks, (rows, bytes of a row), row-major."""
         return np.ascontiguousarray(self.values)
-
-    def to(self, dtype: str) -> HostTensor:
-        """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
-        return self if dtype == self.dtype else self.dense().to(dtype)
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class FileBlocks(BlockMatrix):
 
 
 @dataclass(frozen=True)
-class JoinedBlocks(HostTensor):
+class JoinedBlocks(Blocks):
     """Matrices of blocks in several formats, one below the other. Its dtype is "blocks", and `values` is empty."""
 
     parts: tuple[HostTensor, ...]
@@ -176,21 +180,9 @@ class JoinedBlocks(HostTensor):
         """Sizes of the dimensions."""
         return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
-    def dense(self) -> HostTensor:
-        """Return the values in float32."""
-        return HostTensor(self.float32(), "float32")
-
-    def t(self) -> HostTensor:
-        """Return the transpose, in float32."""
-        return self.dense().t()
-
     def float32(self) -> NDArray[np.float32]:
         """Return the values as float32."""
         return np.concatenate([part.float32() for part in self.parts])
-
-    def to(self, dtype: str) -> HostTensor:
-        """Return the values in a dtype, rounded to nearest."""
-        return self.dense().to(dtype)
 
 
 def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

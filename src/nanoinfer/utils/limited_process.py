@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +79,6 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             env={name: os.environ[name] for name in _INHERITED if name in os.environ},
             start_new_session=True,  # Ctrl-C is for this process
         )
@@ -95,49 +92,44 @@ class _Child:
     def ask(self, request: bytes) -> bytes:
         """Return the line that answers a request; empty if the process has ended, or does not answer in time."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the answer is then missing, too
-            for content in (self._first, request):
-                left = memoryview(content)
-                while left:
-                    left = left[self._process.stdin.write(left) :]
-        self._first = b""
-        return self._read_line(time.monotonic() + WAIT_SEC)
-
-    def _read_line(self, deadline: float) -> bytes:
         assert self._process.stdout is not None
-        source, content = self._process.stdout.fileno(), bytearray()
-        poll = select.poll()
-        poll.register(source, select.POLLIN)
-        while not content.endswith(b"\n"):
-            if (left := deadline - time.monotonic()) <= 0 or not poll.poll(left * 1000):
-                return b""
-            if not (piece := os.read(source, 1 << 16)):
-                return b""
-            content += piece
-        return bytes(content)
+        timer = threading.Timer(WAIT_SEC, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            with suppress(BrokenPipeError):  # the answer is then missing, too
+                self._process.stdin.write(self._first + request)
+                self._process.stdin.flush()
+            self._first = b""
+            return self._process.stdout.readline()
+        finally:
+            timer.cancel()
 
     def end(self, cpu_sec: float) -> str:
         """End the process and return why there was no answer."""
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(0.5)
-            if code == -signal.SIGPROF:
-                return f"it needs more than {cpu_sec:g} s of CPU time"
-            return _ENDS.get(-code, f"its process ended with code {code}")
-        self._process.kill()
-        self._process.wait()
-        return f"there was no answer within {WAIT_SEC:.0f} s"
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code == -signal.SIGPROF:
+            return f"it needs more than {cpu_sec:g} s of CPU time"
+        if code == -signal.SIGKILL:
+            return f"there was no answer within {WAIT_SEC:.0f} s, or memory was short"
+        return _ENDS.get(-code, f"its process ended with code {code}")
 
     def __del__(self) -> None:
         if (process := getattr(self, "_process", None)) is not None:
-            process.stdin.close()
-            process.stdout.close()
             process.kill()
             process.wait()
+            with suppress(BrokenPipeError):  # of what was not flushed
+                process.stdin.close()
+            process.stdout.close()
 
 
 def _folder(package: str, purpose: str) -> str:
     """Return the folder that the child imports a package from."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise NanoinferError(f"{purpose}: {package} is not installed; install nanoinfer again")
-    return str(Path(found.origin).parents[1])
+    return str(Path(spec.origin).parents[1])

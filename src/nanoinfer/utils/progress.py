@@ -1,35 +1,29 @@
-"""A progress bar on stderr, for what takes longer than two seconds; where that is no terminal, a line now and then.
-
-rich is imported when the bar is first drawn.
-"""
+"""Progress on stderr of what takes longer than two seconds: one line on a terminal, which is drawn again and again;
+elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from typing import TypeVar
 
 _Bar = TypeVar("_Bar", bound="ProgressBar")
-DELAY_SEC = 2.0  # before a bar is drawn
+DELAY_SEC = 2.0  # before the line is drawn
 INTERVAL_SEC = 0.2  # between two drawings
-LINE_SEC = 30.0  # between two lines
+LINE_SEC = 30.0  # between two lines where stderr is no terminal
 
 
 class ProgressBar:
-    """Shows how much is done of how much, the time left and a note. A context manager.
+    """Shows how much is done of how much, a note and the time left. A context manager.
 
     Args:
         label: what is done.
-        show: None: on a terminal, after DELAY_SEC; True: at once, also where stderr is no terminal (one line at the
-            end); False: never.
+        show: None: on a terminal, after DELAY_SEC; True: at once, also where stderr is no terminal; False: never.
         clock: seconds; a fake one in tests.
         lines: with show=None, whether to print a line each LINE_SEC where stderr is no terminal: for commands.
     """
@@ -37,70 +31,49 @@ class ProgressBar:
     def __init__(
         self, label: str, show: bool | None = None, clock: Callable[[], float] = time.monotonic, *, lines: bool = False
     ) -> None:
-        self._lines = False
-        if show is None and (sys.stderr is None or not sys.stderr.isatty()):
-            show, self._lines = False, lines and sys.stderr is not None
-        self._label, self._clock = label, clock
-        delay = LINE_SEC if self._lines else math.inf if show is False else 0.0 if show else DELAY_SEC
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        if show is None and not is_terminal:
+            show = None if lines and sys.stderr is not None else False
+        self._label, self._clock, self._is_drawn = label, clock, False
+        self._first: tuple[float, int] | None = None  # time and count of the first update
+        self._in_place = is_terminal or bool(show)
+        self._interval = INTERVAL_SEC if self._in_place else LINE_SEC
+        delay = math.inf if show is False else 0.0 if show else DELAY_SEC if self._in_place else LINE_SEC
         self._next = clock() + delay
-        self._keep = bool(show)  # on the screen when it has ended
-        self._bar: Progress | None = None
 
     def due(self) -> bool:
-        """Return whether `update` would draw: ask first where counting takes time."""
+        """Return whether `update` would draw: for callers whose counting takes time."""
         return self._clock() >= self._next
 
     def update(self, done: int, total: int | None, note: str = "") -> None:
-        """Draw the bar if the last drawing is old enough; `total` is None if it is not known."""
-        if not self.due():
+        """Draw the line if the last drawing is old enough; `total` is None if it is not known."""
+        now = self._clock()
+        first_time, first_done = self._first = self._first or (now, done)
+        if now < self._next:
             return
-        self._next = self._clock() + (LINE_SEC if self._lines else INTERVAL_SEC)
-        if self._lines:
-            parts = (f"{done:,}" + ("" if total is None else f" of {total:,}"), note)
-            with suppress(OSError):  # a full or closed stderr
-                print(f"nanoinfer: {self._label}: {', '.join(filter(None, parts))}", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            self._bar = self._start(total)
-        task = self._bar.tasks[0]
-        self._bar.update(task.id, completed=done, total=total, note=note)
-        left = task.time_remaining
-        self._bar.update(task.id, left="" if left is None else f"{timedelta(seconds=round(left))} left", refresh=True)
+        self._next = now + self._interval
+        parts = [f"{done:,}" + ("" if total is None else f" of {total:,}"), note]
+        if total is not None and first_done < done:
+            parts.append(f"{timedelta(seconds=round((now - first_time) / (done - first_done) * (total - done)))} left")
+        line = f"{self._label}: {', '.join(filter(None, parts))}"
+        if self._in_place:
+            self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+            self._is_drawn = True
+        else:
+            self._write(f"nanoinfer: {line}\n")
 
     def print(self, line: str) -> None:
-        """Print a line on stderr, above the bar; also where there is no bar."""
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        """Print a line on stderr, above the progress; also where nothing is drawn."""
+        self._write(("\r\x1b[K" if self._is_drawn else "") + f"{line}\n")
 
-    def _start(self, total: int | None) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
-
-        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # the note alone is cut where the terminal is narrow
-        # No thread of its own: it would outlive a fork, and a step must not wait for it.
-        bar = Progress(
-            TextColumn(self._label, markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[note]}", markup=False, table_column=rest),
-            console=Console(stderr=True), transient=not self._keep, auto_refresh=False, expand=True,
-            get_time=self._clock,
-        )  # fmt: skip
-        bar.add_task(self._label, total=total, note="", left="")
-        bar.start()
-        return bar
+    @staticmethod
+    def _write(text: str) -> None:
+        with suppress(OSError):  # a full or closed stderr
+            print(text, end="", file=sys.stderr, flush=True)
 
     def __enter__(self: _Bar) -> _Bar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is None:
-            return
-        if kind is None:
-            task = self._bar.tasks[0]
-            self._bar.update(task.id, completed=task.total, left="")
-        self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._is_drawn:
+            self._write("\n")
