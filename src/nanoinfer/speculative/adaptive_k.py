@@ -2,18 +2,17 @@
 
     expected tokens per second of k = (sequences + expected accepted tokens) / (draft + step seconds)
 
-docs/speculative.md ("How many tokens") describes the acceptance rates, the loss budget (`credit_sec`), the loan for the
-prefill of a draft model (`loan_sec`) and the probes. step_costs.py estimates the seconds of the target's steps, the
-drafter its own.
+A bound limits what speculation can lose: it spends from a credit, which 1% of the total time and the time saved by
+accepted tokens fill again. docs/speculative.md ("How many tokens") describes credit, debt and probes. step_costs.py
+estimates the seconds of the target's steps, the drafter its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanoinfer.speculative.step_costs import LatencyCorrection, StepCosts
+from nanoinfer.speculative.step_costs import DecayedRatio, StepCosts
 
 MAX_K = 12
 PRIOR_ACCEPTANCE = 0.7  # acceptance rate assumed before the first proposal
@@ -21,13 +20,11 @@ PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
 FORGET = 0.93  # decay of older rounds, per round
 MIN_GAIN = 1.02  # expected speed-up below which a step is plain
 LOSS_SHARE = 0.01  # share of the total time that speculation may lose
-OPENING_STEPS, MAX_CREDIT_STEPS = 2.0, 8.0  # credit, in plain steps
-MAX_LOAN_STEPS = 4.0  # limit of a loan for several sequences; one sequence may exceed it
-FEW_BEHIND = 8  # tokens that a drafter processes together with its proposals without a loan
+OPENING_STEPS, MAX_CREDIT_STEPS = 1.5, 8.0  # credit, in plain steps
+MAX_DEBT_STEPS = 4.0  # limit of the debt, in plain steps; the first sequence may exceed it
+FEW_BEHIND = 8  # tokens that a drafter processes together with its proposals, without a debt
 FIRST_RETRY, LAST_RETRY = 4, 32  # plain steps between probes
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
-NUM_WORSE = 6  # the search for the best k stops after this many values in a row without improvement
-DRAFT_RATE = 0.2  # learning rate of the correction of draft times
 
 
 @dataclass(frozen=True)
@@ -88,12 +85,10 @@ class AdaptiveK:
 
     def __init__(self, costs: StepCosts, draft_sec: Callable[[int, int, int], float]) -> None:
         self._costs, self._estimate_sec = costs, draft_sec
-        self.acceptance = Acceptance()
-        self._draft = LatencyCorrection()
-        self.credit_sec: float | None = None
-        self.loan_sec = 0.0
-        self._num_to_wait = 0
-        self._retry_after = FIRST_RETRY
+        self._acceptance, self._draft = Acceptance(), DecayedRatio()
+        self._credit_sec: float | None = None
+        self._debt_sec = 0.0  # time of catching up that later gains have not repaid
+        self._num_to_wait, self._retry_after = 0, FIRST_RETRY
         self._probes = False
         self._num_plain = self._num_since_plain = 0
 
@@ -105,39 +100,39 @@ class AdaptiveK:
     def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
         """Return the number of tokens to propose for each sequence of a step in which all sequences decode."""
         num_seqs, plain_sec = len(budgets), self._costs(len(budgets), len(budgets))
-        if self.credit_sec is None:
-            self.credit_sec = OPENING_STEPS * plain_sec
+        if self._credit_sec is None:
+            self._credit_sec = OPENING_STEPS * plain_sec
         able = [i for i, b in enumerate(budgets) if b.max_tokens > 0]
         if not able or self._num_since_plain >= min(PLAIN_EVERY, FIRST_PLAIN * self._num_plain):
             return [0] * num_seqs
         limits = [b.max_tokens for b in budgets]
         k, gain = self._best(num_seqs, [limits[i] for i in able])
-        if k > 0:
-            ready = self._ready(budgets, able, plain_sec / num_seqs * (1 - 1 / gain))
-            k, gain = (k, gain) if ready == able else self._best(num_seqs, [limits[i] for i in ready])
-        if k > 0:
-            self._probes, self._retry_after = False, FIRST_RETRY
-        else:
-            k, ready = 1, self._probe(budgets, able)
-        # Lower k until the credit covers the loss if all proposals are rejected.
-        for top in range(k if ready else 0, 0, -1):
-            num_tokens = num_seqs + sum(min(top, limits[i]) for i in ready)
-            if self._draft_sec(len(ready), top) + self._costs(num_seqs, num_tokens) - plain_sec <= self.credit_sec:
-                return [min(top, limits[i]) if i in ready else 0 for i in range(num_seqs)]
+        chosen = self._caught_up(budgets, able, plain_sec / num_seqs * (1 - 1 / gain)) if k else []
+        if len(chosen) < len(able):
+            k, _ = self._best(num_seqs, [limits[i] for i in chosen])
+        self._probes = k == 0
+        if self._probes:
+            self._num_to_wait = self._retry_after
+            cheapest = min(able, key=lambda i: budgets[i].num_behind)
+            k, chosen = 1, [cheapest]
+            if self._reading_sec(1, budgets[cheapest].num_behind) > self._credit_sec:
+                return [0] * num_seqs
+        for top in range(k, 0, -1):  # lower k until the credit covers the loss if all proposals are rejected
+            num_tokens = num_seqs + sum(min(top, limits[i]) for i in chosen)
+            if self._draft_sec(len(chosen), top) + self._costs(num_seqs, num_tokens) - plain_sec <= self._credit_sec:
+                return [min(top, limits[i]) if i in chosen else 0 for i in range(num_seqs)]
         return [0] * num_seqs
 
     def _best(self, num_seqs: int, limits: Sequence[int]) -> tuple[int, float]:
         """Return the k with the most expected tokens per second if these sequences propose, and its speed-up."""
-        num, tokens, best = len(limits), float(num_seqs), (0, MIN_GAIN)
+        tokens, best, gain = float(num_seqs), 0, MIN_GAIN
         plain_rate = num_seqs / self._costs(num_seqs, num_seqs)
-        for k, reached in zip(range(1, max(limits, default=0) + 1), self.acceptance.reached(), strict=False):
-            if k > best[0] + NUM_WORSE:
-                break
-            tokens += num * reached
-            sec = self._draft_sec(num, k) + self._costs(num_seqs, num_seqs + k * num)
-            if tokens / sec > plain_rate * best[1]:
-                best = k, tokens / sec / plain_rate
-        return best
+        for k, reached in zip(range(1, max(limits, default=0) + 1), self._acceptance.reached(), strict=False):
+            tokens += len(limits) * reached
+            sec = self._draft_sec(len(limits), k) + self._costs(num_seqs, num_seqs + k * len(limits))
+            if tokens / sec > plain_rate * gain:
+                best, gain = k, tokens / sec / plain_rate
+        return best, gain
 
     def _draft_sec(self, num: int, k: int) -> float:
         """Return the seconds to propose for sequences that the drafter has already processed."""
@@ -150,25 +145,16 @@ class AdaptiveK:
         extra = self._estimate_sec(num, 1, num_behind) - self._estimate_sec(num, 1, num)
         return max(0.0, extra) * self._costs.level.ratio * self._draft.ratio
 
-    def _ready(self, budgets: Sequence[DraftBudget], able: Sequence[int], gain_per_token: float) -> list[int]:
-        """Return the sequences that the drafter has processed, and those that get a loan to be processed now."""
-        ready, lent, room = [], 0.0, MAX_LOAN_STEPS * self._costs(len(able), len(able))
+    def _caught_up(self, budgets: Sequence[DraftBudget], able: Sequence[int], gain_per_token: float) -> list[int]:
+        """Return the sequences that the drafter has processed, and those that the debt lets it process now."""
+        chosen, debt, limit = [], self._debt_sec, MAX_DEBT_STEPS * self._costs(len(able), len(able))
         for i in able:
             if (reading := self._reading_sec(1, budgets[i].num_behind)) > 0.0:
-                too_much = self.loan_sec > 0 or (lent > 0 and lent + reading > room)
-                if too_much or budgets[i].num_to_come * gain_per_token < 2 * reading:
+                if (debt > 0.0 and debt + reading > limit) or budgets[i].num_to_come * gain_per_token < 2 * reading:
                     continue
-                lent += reading
-            ready.append(i)
-        return ready
-
-    def _probe(self, budgets: Sequence[DraftBudget], able: Sequence[int]) -> list[int]:
-        """Return the sequence that probes: it proposes one token although k = 0 is best. Empty if no probe is due."""
-        self._probes, due = True, self._probes
-        self._num_to_wait = self._retry_after
-        cheapest = min(able, key=lambda i: budgets[i].num_behind)
-        affordable = self._reading_sec(1, budgets[cheapest].num_behind) < (self.credit_sec or 0.0)
-        return [cheapest] if due and affordable else []
+                debt += reading
+            chosen.append(i)
+        return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
         """Update statistics, costs and credit with the result of a step."""
@@ -179,20 +165,23 @@ class AdaptiveK:
         reading = self._learn_draft(outcome)
         if rounds:
             self._num_since_plain += 1
-            self.acceptance.learn(rounds)
+            self._acceptance.learn(rounds)
         else:
             self._num_plain, self._num_since_plain = self._num_plain + 1, 0
-        if self._probes:
-            self._after_probe(outcome.drafted is not None, rounds)
-        if self.credit_sec is None:
+        if self._probes and outcome.drafted is not None:
+            if rounds:
+                accepted = any(accepted for _, accepted in rounds)
+                self._retry_after = FIRST_RETRY if accepted else min(2 * self._retry_after, LAST_RETRY)
+            self._num_to_wait = self._retry_after if rounds else 0  # no proposal: probe again in the next step
+        if self._credit_sec is None:
             return
         plain_sec = self._costs(num_seqs, num_seqs)
         saved = sum(accepted for _, accepted in rounds) * plain_sec / num_seqs
         extra = outcome.draft_sec - reading + (step_sec - plain_sec if rounds else 0.0)
         gain = saved - extra + LOSS_SHARE * (step_sec + outcome.draft_sec)
-        repaid = max(0.0, min(gain, self.loan_sec))
-        self.loan_sec += reading - repaid
-        self.credit_sec = min(self.credit_sec + gain - repaid, MAX_CREDIT_STEPS * plain_sec)
+        repaid = max(0.0, min(gain, self._debt_sec))
+        self._debt_sec += reading - repaid
+        self._credit_sec = min(self._credit_sec + gain - repaid, MAX_CREDIT_STEPS * plain_sec)
 
     def _learn_draft(self, outcome: StepOutcome) -> float:
         """Correct the estimate of the drafter's time; return the seconds that it spent on catching up."""
@@ -201,15 +190,5 @@ class AdaptiveK:
         num, k, num_behind = outcome.drafted
         reading = self._reading_sec(num, num_behind)
         expected = self._draft_sec(num, k) + reading
-        log_error = math.log(max(outcome.draft_sec, 1e-9) / expected)
-        self._draft.move(log_error, max(DRAFT_RATE, 1 / (1 + self._draft.num_updates)))
+        self._draft.learn(max(outcome.draft_sec, 1e-9) / expected * self._draft.ratio)
         return outcome.draft_sec * reading / expected
-
-    def _after_probe(self, asked: bool, rounds: Sequence[tuple[int, int]]) -> None:
-        """Set the wait before the next probe: short if this probe was accepted, otherwise twice as long as before."""
-        if asked and not rounds:  # the drafter proposed nothing: probe again in the next step
-            self._num_to_wait = 0
-        elif rounds:
-            accepted = any(accepted for _, accepted in rounds)
-            self._retry_after = FIRST_RETRY if accepted else min(2 * self._retry_after, LAST_RETRY)
-            self._num_to_wait = self._retry_after

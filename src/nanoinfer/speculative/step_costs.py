@@ -11,7 +11,6 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.engines.base import Engine, StepBatch
@@ -23,9 +22,7 @@ DEVICE_WARM_UPS = 2
 """Unmeasured runs of each size on a GPU: the first compiles kernels, the second captures them."""
 BUDGET_SEC = 1.0
 LEVEL_RATE = 0.25  # learning rate of the level, which scales all sizes
-CELL_RATE = 0.05  # learning rate of the ratio between two kinds of steps
-SHARE = 0.2  # share of a correction's difference by which neighbouring kinds of steps follow it
-FIRST_STEPS = 8  # weight of the measurement at the start, in steps
+PROPOSING_RATE = 0.1  # learning rate of the ratio of steps with proposals to plain ones
 MAX_LOG_ERROR = 0.7  # limit of an error: a step that took more than twice the expected time was disturbed
 
 
@@ -52,31 +49,30 @@ class StepTimes:
         return sec[i - 1] + share * (sec[i] - sec[i - 1])
 
 
-@dataclass
-class LatencyCorrection:
-    """Ratio of actual to expected duration, learned from steps."""
+class DecayedRatio:
+    """Ratio of actual to expected duration: a decayed mean of its logarithm."""
 
-    log_ratio: float = 0.0
-    num_updates: int = 0
+    def __init__(self, rate: float = 0.2) -> None:
+        self._rate, self._log, self._num = rate, 0.0, 0
 
     @property
     def ratio(self) -> float:
         """Actual over expected seconds."""
-        return math.exp(self.log_ratio)
+        return math.exp(self._log)
 
-    def move(self, log_error: float, rate: float) -> None:
-        """Move by `rate` times an error. The error is clipped to limit the effect of one disturbed step."""
-        self.log_ratio += rate * max(-MAX_LOG_ERROR, min(log_error, MAX_LOG_ERROR))
-        self.num_updates += 1
+    def learn(self, ratio: float) -> None:
+        """Add a ratio. The difference from the mean is clipped to limit the effect of one disturbed step."""
+        self._num += 1
+        error = max(-MAX_LOG_ERROR, min(math.log(ratio) - self._log, MAX_LOG_ERROR))
+        self._log += error * max(self._rate, 1 / self._num)
 
 
 class StepCosts:
-    """Current estimate of a step's seconds: StepTimes x a level of the machine x a correction for each kind of step.
+    """Current estimate of a step's seconds: StepTimes x the level of the machine x, with proposals, their ratio.
 
-    A kind of step is a range of batch sizes and a number of tokens per sequence. Every step moves the level. The
-    corrections move only when two steps of different kinds follow each other; otherwise a machine that slows down
-    during steps of one kind would make that kind seem expensive. Kinds that are not chosen follow their neighbours, so
-    that a wrong measurement does not exclude them permanently.
+    Every step moves the level. The ratio of steps with proposals to plain ones moves only when two steps of different
+    kinds follow each other; otherwise a machine that slows down while all steps propose would make proposals seem
+    expensive.
 
     Args:
         times: measured at the start.
@@ -84,49 +80,24 @@ class StepCosts:
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self.level = LatencyCorrection()
-        self._cells: dict[int, dict[int, LatencyCorrection]] = {}
-        """Bucket of batch sizes -> tokens per sequence -> correction."""
-        self._last: tuple[LatencyCorrection, float] | None = None
-        """Correction of the last step, and the logarithm of the level that its duration implies."""
+        self.level, self._proposing = DecayedRatio(LEVEL_RATE), DecayedRatio(PROPOSING_RATE)
+        self._last: tuple[bool, float] | None = None
+        """Of the last step: whether it had proposals, and its duration over the measured one."""
 
     def __call__(self, num_seqs: int, num_tokens: int) -> float:
         """Return the seconds of a step of `num_seqs` sequences with `num_tokens` tokens in total."""
-        sec = self._unlevelled(num_seqs, num_tokens)
+        sec = self._times(num_seqs)
         if num_tokens > num_seqs:  # a step with more tokens is never estimated faster
-            sec = max(sec, self._unlevelled(num_seqs, num_seqs))
+            sec = max(sec, self._times(num_tokens) * self._proposing.ratio)
         return sec * self.level.ratio
 
-    def plain(self, num_seqs: int) -> LatencyCorrection | None:
-        """Return the correction of plain steps of about `num_seqs` sequences; None before the first such step."""
-        return self._cells.get(num_seqs.bit_length(), {}).get(1)
-
     def learn(self, num_seqs: int, num_tokens: int, sec: float) -> None:
-        """Update level and corrections with a step's duration."""
-        showed = math.log(sec / self._unlevelled(num_seqs, num_tokens))
-        row, per_seq = self._cells.setdefault(num_seqs.bit_length(), {}), round(num_tokens / num_seqs)
-        if per_seq not in row:
-            row[per_seq] = LatencyCorrection(_nearest(row, per_seq))
-        cell = row[per_seq]
-        if self._last is not None and self._last[0] is not cell:
-            before, showed_before = self._last
-            for one, log_error in ((cell, showed - showed_before), (before, showed_before - showed)):
-                one.move(log_error, max(CELL_RATE, 1 / (FIRST_STEPS + one.num_updates)))
-            for other, neighbour in row.items():
-                if other != per_seq and min(other, per_seq) > 1:
-                    neighbour.log_ratio += SHARE * (cell.log_ratio - neighbour.log_ratio) / abs(other - per_seq)
-        self._last = cell, showed
-        self.level.move(showed - self.level.log_ratio, LEVEL_RATE)
-
-    def _unlevelled(self, num_seqs: int, num_tokens: int) -> float:
-        row, per_seq = self._cells.get(num_seqs.bit_length(), {}), round(num_tokens / num_seqs)
-        cell = row.get(per_seq)
-        return self._times(num_tokens) * math.exp(cell.log_ratio if cell is not None else _nearest(row, per_seq))
-
-
-def _nearest(row: dict[int, LatencyCorrection], per_seq: int) -> float:
-    """Return the logarithm of the correction of the nearest kind of step that was timed, or 0.0 if there is none."""
-    return row[min(row, key=lambda other: abs(other - per_seq))].log_ratio if row else 0.0
+        """Update level and ratio with a step's duration."""
+        proposes, ratio = num_tokens > num_seqs, sec / self._times(num_tokens)
+        if self._last is not None and self._last[0] != proposes:
+            self._proposing.learn(ratio / self._last[1] if proposes else self._last[1] / ratio)
+        self._last = proposes, ratio
+        self.level.learn(ratio / self._proposing.ratio if proposes else ratio)
 
 
 def measure_steps(
