@@ -67,8 +67,8 @@ class EngineLimits:
     """Maximum number of tokens in one sequence."""
     max_num_cached_tokens: int
     """Maximum number of tokens in all open sequences together; of a pool, the places in all blocks."""
-    max_kept_seqs: int = 0
-    """Maximum number of sequences that are kept open beside the running ones; 0 where each reserves memory."""
+    max_idle_seqs: int = 0
+    """Maximum number of idle sequences that stay open beside the running ones; 0 where each reserves memory."""
 
 
 @dataclass(frozen=True)

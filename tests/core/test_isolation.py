@@ -47,7 +47,7 @@ def alone(llm: LLM) -> list[str]:
 
 def num_open(llm: LLM) -> int:
     assert not llm.core.unfinished
-    return len(set(llm.engine.handles) - set(llm.core.scheduler.cache.kept))
+    return len(set(llm.engine.handles) - set(llm.core.scheduler.cache.idle))
 
 
 # Streams -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.sequences import Sequences
-from nanoinfer.kv.plan import BLOCKS, KV_BLOCK, LAYOUTS, MAX_KEPT_SEQS, SLOTS, kv_block_bytes, plan_limits
+from nanoinfer.kv.plan import BLOCKS, KV_BLOCK, LAYOUTS, MAX_IDLE_SEQS, SLOTS, kv_block_bytes, plan_limits
 from nanoinfer.speculative.draft_factory import limits_of_draft
 
 MODEL = replace(TINY, block_size=100)  # 7 blocks of 16, the last one for 4 tokens
@@ -36,7 +36,7 @@ def extend(engine: Engine, *parts: tuple[Handle, int]) -> None:
 def test_a_pool_is_what_the_memory_pays_for(num_blocks: int) -> None:
     for rest in (0, BLOCK_BYTES - 1):
         limits = plan(kv_cache_memory=num_blocks * BLOCK_BYTES + rest, max_num_seqs=3)
-        assert limits == EngineLimits(3, 100, num_blocks * KV_BLOCK, MAX_KEPT_SEQS)
+        assert limits == EngineLimits(3, 100, num_blocks * KV_BLOCK, MAX_IDLE_SEQS)
     assert plan(kv_cache_memory=num_blocks * BLOCK_BYTES).max_num_seqs == min(64, num_blocks)
 
 
@@ -63,12 +63,12 @@ def test_the_default_pool_is_at_most_full_sequences() -> None:
 
 def test_a_pool_has_no_blocks_that_cannot_be_used() -> None:
     limits = plan(kv_cache_memory=1 << 60, max_num_seqs=2)
-    assert limits.max_num_cached_tokens == (2 + MAX_KEPT_SEQS) * FULL * KV_BLOCK
+    assert limits.max_num_cached_tokens == (2 + MAX_IDLE_SEQS) * FULL * KV_BLOCK
 
 
 def test_sequences_may_be_kept_where_they_reserve_nothing() -> None:
-    kept = {layout: plan(layout, free_bytes=1 << 30).max_kept_seqs for layout in LAYOUTS}
-    assert kept == {layout: 0 if layout in SLOTS else MAX_KEPT_SEQS for layout in LAYOUTS}
+    kept = {layout: plan(layout, free_bytes=1 << 30).max_idle_seqs for layout in LAYOUTS}
+    assert kept == {layout: 0 if layout in SLOTS else MAX_IDLE_SEQS for layout in LAYOUTS}
 
 
 def test_kept_sequences_are_open_beside_the_running_ones() -> None:
@@ -83,7 +83,7 @@ def test_kept_sequences_are_open_beside_the_running_ones() -> None:
     first, *_ = [engine.open() for _ in range(4)]
     engine.fork(first)
     for more in (engine.open, lambda: engine.fork(first)):
-        refuses(more, "5 sequences are open; the limit is max_num_seqs=2 and 3 kept ones: close one, or raise")
+        refuses(more, "5 sequences are open; the limit is max_num_seqs=2 and 3 idle ones: close one, or raise")
     engine = Bare(TINY, EngineLimits(1, 32, 64))
     engine.open()
     refuses(engine.open, "1 sequences are open; the limit is max_num_seqs=1: close one")

@@ -78,16 +78,16 @@ def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
             sequence.num_cached += count
         elif action == "keep" and running:
             sequence = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            cache.keep(sequence)
+            cache.retire(sequence)
         elif action == "close":
             cache.close_oldest()
-        handles = {s.handle for s in running} | set(cache.kept)
+        handles = {s.handle for s in running} | set(cache.idle)
         assert set(engine.handles) == handles
         wanted, salt = data.draw(tokens), data.draw(salts)
         entries = [(s.prompt_token_ids, s.num_cached) for s in running if s.request.salt == salt]
-        kept = [e for e in cache._kept if e.salt == salt]
-        assert all(engine.held[e.handle] == e.token_ids for e in kept)
-        entries += [(e.token_ids, len(e.token_ids)) for e in kept]
+        idle = [e for e in cache._idle if e.salt == salt]
+        assert all(engine.held[e.handle] == e.token_ids for e in idle)
+        entries += [(e.token_ids, len(e.token_ids)) for e in idle]
         longest = max([num_common(ids, wanted[:-1]) for ids, _ in entries], default=0)
         found, length = cache.find(wanted, salt)
         assert length == longest
@@ -96,7 +96,7 @@ def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
             ready = [min(n, length) for ids, n in entries if num_common(ids, wanted[:-1]) == length]
             assert min(found.num_cached, length) == max(ready)
     for sequence in running:
-        cache.keep(sequence)
+        cache.retire(sequence)
     while cache.close_oldest():
         pass
     assert len(engine.handles) == 0
@@ -110,8 +110,8 @@ def test_a_sequence_whose_tokens_another_one_has_is_not_kept() -> None:
         sequence = new_sequence(ids)
         cache.open(sequence, ids, None, 0)
         engine.append(Handle(sequence.handle or 0), ids)
-        cache.keep(sequence)
-    assert [engine.held[handle] for handle in cache.kept] == [[1, 2, 3], [1, 2, 3, 4], [1, 5]]
+        cache.retire(sequence)
+    assert [engine.held[handle] for handle in cache.idle] == [[1, 2, 3], [1, 2, 3, 4], [1, 5]]
 
 
 # The scheduler -----------------------------------------------------------------------------------------------

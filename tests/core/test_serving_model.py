@@ -32,7 +32,7 @@ from nanoinfer.scheduling.sequence import PromptReads, Request, window_start
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.base import Proposal
 from nanoinfer.speculative.prompt_lookup import PromptLookup
-from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_room
+from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_blocks
 from nanoinfer.utils.arrays import Array, to_numpy
 
 STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "3000"))
@@ -288,14 +288,14 @@ class Serving(RuleBasedStateMachine):
     def everything_that_is_open_is_owned(self) -> None:
         self.scheduler.check_integrity()
         assert set(self.engine.handles) == self.scheduler.handles
-        assert len(self.engine.handles) <= SMALL.max_num_seqs + SMALL.max_kept_seqs
+        assert len(self.engine.handles) <= SMALL.max_num_seqs + SMALL.max_idle_seqs
 
     @invariant()
     def what_is_published_is_true(self) -> None:
         """Metrics read it without waiting for a step."""
         num_running, found = len({s.request for s in self.scheduler.running}), self.core.published
         assert (found.num_running, found.num_free_blocks) == (num_running, self.engine.pool.num_free_blocks)
-        assert replace(found, num_running=0, num_free_blocks=0) == self.scheduler.stats
+        assert replace(found, num_running=0) == self.scheduler.stats
         assert self.core.num_blocks == self.engine.pool.num_blocks
 
     @invariant()
@@ -304,7 +304,7 @@ class Serving(RuleBasedStateMachine):
             if s.handle is not None:
                 expected = s.token_ids[s.start : s.start + s.num_cached]
                 assert self.engine.tokens(Handle(s.handle)) == expected
-        for entry in self.scheduler.cache._kept:
+        for entry in self.scheduler.cache._idle:
             assert self.engine.tokens(entry.handle) == entry.token_ids
 
     @invariant()
@@ -413,7 +413,7 @@ def test_a_proposal_takes_no_block_from_the_rest_of_the_step() -> None:
         sequence.handle = int(handle)
         work.append(ScheduledSequence(sequence, [1], True))
     proposals = StepProposals({work[0].sequence: Proposal([1, 2])})
-    drop_without_room(engine, work[:1], proposals)
+    drop_without_blocks(engine, work[:1], proposals)
     assert list(proposals.proposals) == [work[0].sequence]
-    drop_without_room(engine, work[:1], proposals, work[1:])
+    drop_without_blocks(engine, work[:1], proposals, work[1:])
     assert proposals.proposals == {}

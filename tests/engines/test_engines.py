@@ -191,7 +191,7 @@ def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
     gpt = make_model()
     engine = make_engine(name, gpt, max_num_seqs=2)
     a, b = engine.open(), engine.open()
-    for _ in range(engine.limits.max_kept_seqs):
+    for _ in range(engine.limits.max_idle_seqs):
         engine.open()
     ids = prompt(10)
     assert_extend(
@@ -332,7 +332,7 @@ def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
     paged = LLM(folder, engine="paged", max_num_seqs=2, kv_cache_memory=3 * text + text // 2 + 1).engine
     assert (paged.limits.max_num_seqs, paged.limits.max_num_cached_tokens) == (2, 112)  # blocks of 16: half a text each
     assert paged.num_free_blocks == 7
-    assert replace(make_limits(max_num_seqs=64), max_kept_seqs=1024) == LLM(folder, engine="recompute").engine.limits
+    assert replace(make_limits(max_num_seqs=64), max_idle_seqs=1024) == LLM(folder, engine="recompute").engine.limits
 
 
 def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -598,7 +598,7 @@ def test_what_is_unfinished_is_cancelled_when_the_output_fails(llm: LLM, tmp_pat
             LineReader(["in.jsonl"]), output, ProgressBar("batch", False)
         )
     assert not llm.core.unfinished
-    assert len(llm.engine.handles) == len(llm.core.scheduler.cache.kept)
+    assert len(llm.engine.handles) == len(llm.core.scheduler.cache.idle)
 
 
 # Streams ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def tracing(interrupter: Interrupter) -> Iterator[None]:
 
 def check(core: Core) -> None:
     """What is open in the engine is what the scheduler's sequences hold, and what it keeps."""
-    owned = [s.handle for s in core.scheduler.running if s.handle is not None] + core.scheduler.cache.kept
+    owned = [s.handle for s in core.scheduler.running if s.handle is not None] + core.scheduler.cache.idle
     assert sorted(core.engine.handles) == sorted(owned)
     core.scheduler.check_integrity()
 
@@ -78,5 +78,5 @@ def interrupt_everywhere(core: Core, work: Callable[[], Any], num: int) -> None:
         if i % 50 == 0:
             assert work() == expected
             assert not core.unfinished
-            assert set(core.engine.handles) == set(core.scheduler.cache.kept)
+            assert set(core.engine.handles) == set(core.scheduler.cache.idle)
     assert work() == expected

@@ -107,9 +107,8 @@ class Watched(Speculator):
         done: StepProposals,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
-        hidden: Callable[[], Tensor],
     ) -> None:
-        super().learn(work, done, tokens, step_sec, hidden)
+        super().learn(work, done, tokens, step_sec)
         drawing = [w.sequence for w in work if w.samples and not w.forks]
         if len(drawing) == len(tokens):  # not the prompt's step
             for s, kept in zip(drawing, tokens, strict=True):

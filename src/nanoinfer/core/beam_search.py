@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.engines.base import Handle
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanoinfer.sampling.beams import BeamSearch, Candidates, find_candidates, score_of
@@ -64,8 +63,8 @@ class BeamSearches:
         for s, row in zip(rows, to_numpy(logits[list(rows.values())]), strict=True):
             progress, params = self._progress(s.request), cast(BeamSearchParams, s.request.beams)
             try:
-                found = find_candidates(row, progress.search.num_candidates, params.temperature)
-                progress.candidates[s.sample_index] = found
+                candidates = find_candidates(row, progress.search.num_candidates, params.temperature)
+                progress.candidates[s.sample_index] = candidates
             except Exception as e:
                 faults.update(dict.fromkeys(s.request.sequences, one_line(e)))
         return faults
@@ -106,7 +105,7 @@ class BeamSearches:
         """
         parents = [live[at] for at, _ in chosen]
         unused = [s.sample_index for s in sequences if s.sample_index not in parents]
-        for i in unused:  # before the forks, which need their places
+        for i in unused:  # before the forks, which need their slots
             self._drop(sequences[i])
         beams: list[int] = []
         for parent in parents:
@@ -122,14 +121,14 @@ class BeamSearches:
         """Close the engine's sequence of a beam that is not continued, if it has one."""
         if s.handle is not None:
             self._scheduler.cache.detach(s)
-            self._scheduler.cache.engine.close(Handle(s.handle))
+            self._scheduler.cache.engine.close(s.handle)
         s.handle, s.num_cached = None, 0
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a dropped beam go on from another one. Without its KV cache if one of them was preempted."""
         child.start, child.last_sampled_step = parent.start, parent.last_sampled_step
         if parent.handle is not None and child in self._scheduler.running:
-            child.handle = self._scheduler.cache.engine.fork(Handle(parent.handle))
+            child.handle = self._scheduler.cache.engine.fork(parent.handle)
             child.num_cached = parent.num_cached
 
     def _end(self, request: Request, search: BeamSearch) -> None:
@@ -154,11 +153,11 @@ def check(params: BeamSearchParams, vocab_size: int, end_token_ids: Collection[i
         vocab_size: number of tokens that may be generated.
         end_token_ids: those that end an output.
     """
-    room = vocab_size - (0 if params.ignore_eos else len(set(end_token_ids)))
-    if params.beam_width > room:
+    num_tokens = vocab_size - (0 if params.ignore_eos else len(set(end_token_ids)))
+    if params.beam_width > num_tokens:
         raise NanoinferError(
-            f"beam_width={params.beam_width} is more than the {room} tokens of the vocabulary that do not end an output"
-            ": lower it"
+            f"beam_width={params.beam_width} is more than the {num_tokens} tokens of the vocabulary that do not end an"
+            " output: lower it"
         )
 
 

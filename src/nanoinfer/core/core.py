@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, num_prefill, sampling_sequences
+from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, num_prefill, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, by_speculator
 from nanoinfer.utils import processes
 
@@ -100,9 +101,13 @@ class Core:
         self._waiting = _WaitingThreads()
         self._cancelled: deque[Request] = deque()
         self.num_blocks = engine.num_free_blocks  # of the KV cache: no sequence is open yet
-        self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
-        self.published = scheduler.stats.state([], self.num_blocks)
-        """What metrics read, after the last operation; it is replaced, never changed."""
+        self._end()
+
+    @property
+    def published(self) -> SchedulerStats:
+        """The counts that metrics read. Takes no lock: during a step they may be those before it or after it."""
+        num_running = len({s.request.request_id for s in self.scheduler.running})
+        return replace(self.scheduler.stats, num_running=num_running)
 
     # Requests --------------------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class Core:
         self._locked(lambda: None)
 
     def reset_prefix_cache(self) -> None:
-        """Close all kept sequences."""
+        """Close all idle sequences."""
 
         def close_all() -> None:
             while self.scheduler.cache.close_oldest():
@@ -265,8 +270,8 @@ class Core:
         """
         results: list[T] = []
 
-        def use_if_room() -> Exception | None:
-            if self.scheduler.has_room(num_tokens):
+        def use_if_open() -> Exception | None:
+            if self.scheduler.can_open(num_tokens):
                 try:
                     results.append(use(self.engine))
                 except Exception as e:
@@ -276,10 +281,10 @@ class Core:
             return None
 
         while not results:
-            if (error := self._locked(lambda: self._guarded(use_if_room))) is not None:
+            if (error := self._locked(lambda: self._guarded(use_if_open))) is not None:
                 raise error
             if not results:
-                self.step(until=lambda: self.scheduler.has_room(num_tokens))
+                self.step(until=lambda: self.scheduler.can_open(num_tokens))
         return results[0]
 
     # Operations ------------------------------------------------------------------------------------------
@@ -327,9 +332,9 @@ class Core:
             self._cancelled.popleft()
 
     def _end(self) -> None:
-        """End an operation: engine and scheduler are consistent, and their state is published."""
-        self._clean = True
-        self.published = self.scheduler.stats.state(self.scheduler.running, self.engine.num_free_blocks)
+        """End an operation: engine and scheduler are consistent."""
+        self._clean = True  # False during an operation, and after one that was interrupted
+        self.scheduler.stats.num_free_blocks = self.engine.num_free_blocks
 
     def _recover(self, error: BaseException | None) -> None:
         """End all running requests and reset the engine, after an exception at any point of an operation."""
@@ -350,7 +355,8 @@ class Core:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
         work, now = self.scheduler.schedule(), self.clock()
         for w in work:
-            w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
+            if not w.sequence.request.scheduled_sec:
+                w.sequence.request.scheduled_sec = now
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work
@@ -359,20 +365,20 @@ class Core:
         self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]], faults: Mapping[object, str]
     ) -> list[Delta]:
         """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
-        before = [
-            (s, len(s.token_ids))
-            for s in sampling_sequences(work)
-            if s.finish_reason is None and s.request.beams is None
-        ]
+        sampling = sampling_sequences(work)
+        before = [(s, len(s.token_ids)) for s in sampling if s.finish_reason is None and s.request.beams is None]
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
-        before += [(s, len(s.prompt_token_ids)) for s in self._beams.advance(work)]
+        if len(before) < len(sampling):
+            before += [(s, len(s.prompt_token_ids)) for s in self._beams.advance(work)]
         ended = self.scheduler.postprocess(work, tokens)
-        self._close(ended)
-        if not self.scheduler.unfinished:
-            self._in_flight = None  # all its sequences have finished: discard the in-flight step
+        if ended:
+            self._close(ended)
+            if not self.scheduler.unfinished:
+                self._in_flight = None  # all its sequences have finished: discard the in-flight step
         deltas = [self.outputs.delta(s, num_before) for s, num_before in before]
-        self.outputs.end(s.request for s in ended)
+        if ended:
+            self.outputs.end([s.request for s in ended])
         self.scheduler.stats.num_output_tokens += sum([delta.num_tokens for delta in deltas])
         return deltas
 
@@ -383,7 +389,8 @@ class Core:
         if self._in_flight is not None:
             self._in_flight.since = now
         for s in sequences:
-            s.note_token(now)
+            if not s.request.first_token_sec:
+                s.request.first_token_sec = now
         failed = [s for s, t in zip(sequences, tokens, strict=True) if t < 0 and s.finish_reason is None]
         return [[token] if token >= 0 else [] for token in tokens], dict.fromkeys(failed, not_finite())
 

@@ -76,10 +76,10 @@ class OutputProcessor:
         """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
         request, reason = s.request, s.finish_reason
         text = s.text.take(finished=reason is not None)
-        made = Delta(request.request_id, s.sample_index, text, reason, len(s.token_ids) - num_before, s.error)
+        delta = Delta(request.request_id, s.sample_index, text, reason, len(s.token_ids) - num_before, s.error)
         if request.queue is not None:
-            request.queue.append(made)
-        return made
+            request.queue.append(delta)
+        return delta
 
     def end(self, requests: Iterable[Request] | None = None) -> None:
         """Make the outputs of those requests that have finished. None: look at all, after an interrupt."""

@@ -34,7 +34,7 @@ from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
 from nanoinfer.scheduling.sequence import PromptReads, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
-from nanoinfer.speculative.speculator import Speculator, StepProposals, StepRow, drop_without_room
+from nanoinfer.speculative.speculator import Speculator, StepProposals, StepRow, drop_without_blocks
 from nanoinfer.speculative.verify import Group, sample_and_verify
 from nanoinfer.structured import masks
 from nanoinfer.utils.arrays import Array
@@ -53,9 +53,11 @@ class Observer(Protocol):
 class NoObserver:
     """The default observer; does nothing."""
 
+    _nothing = nullcontext()
+
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that does nothing."""
-        return nullcontext()
+        return self._nothing
 
 
 @dataclass
@@ -117,7 +119,7 @@ class StepRunner:
         """
         propose(step)
         if step.proposed.proposals:
-            drop_without_room(self._engine, step.work, step.proposed, step.later)
+            drop_without_blocks(self._engine, step.work, step.proposed, step.later)
         rows = step.proposed.resolve(step.work)
         start = self._clock()
         batch = batch_of(step.work, step.proposed)
@@ -126,12 +128,14 @@ class StepRunner:
         with observer.span(SAMPLER):
             self._read_scores(step, logits)
             sampled = self._sample(step, rows, logits[:, : self._vocab_size])
-        tokens = [[token.token_id for token in some] for some in sampled]
+        tokens = [[some[0].token_id] if len(some) == 1 else [token.token_id for token in some] for some in sampled]
         now = self._clock()
         for row, some in zip(rows, sampled, strict=True):
-            if some or row.is_beam:
-                row.sequence.note_token(now)
-            self._note(row.sequence, some)
+            request = row.sequence.request
+            if not request.first_token_sec and (some or row.is_beam):
+                request.first_token_sec = now
+            if request.params.num_logprobs is not None:
+                self._note(row.sequence, some)
         if step.speculator is not None:
             for row, token_ids in zip(rows, tokens, strict=True):
                 self._keep_accepted(row, token_ids)
@@ -151,17 +155,17 @@ class StepRunner:
 
     def _sample(self, step: Step, rows: Seq[StepRow], logits: Array) -> list[list[Sampled]]:
         """Sample the rows, and return the tokens of each sequence that samples: none of a beam."""
+        if step.proposed.in_order:  # a row of logits, or one and those of its proposal, for each sequence
+            return sample(step, self._sampler, logits, [(row.sequence, row.proposal) for row in rows])
         beams = {row.sequence: row.first for row in rows if row.is_beam and row.sequence.handle is not None}
         if beams:
             step.faults |= self._beams.read(beams, logits)
         for w in step.work:
             for sibling in w.forks if w.sequence.request.beams is None else ():
-                sibling.handle = self._engine.fork(Handle(cast(int, w.sequence.handle)))
+                sibling.handle = self._engine.fork(cast(Handle, w.sequence.handle))
         groups: list[Group] = [(row.sequence, row.proposal) for row in rows if not row.is_beam]
         indices = [i for row in rows if not row.is_beam for i in range(row.first, row.first + 1 + len(row.drafts))]
-        if indices != list(range(logits.shape[0])):
-            logits = logits[indices]
-        sampled = iter(sample(step, self._sampler, logits, groups))
+        sampled = iter(sample(step, self._sampler, logits[indices], groups))
         return [[] if row.is_beam else next(sampled) for row in rows]
 
     def _keep_accepted(self, row: StepRow, token_ids: list[int]) -> None:
@@ -172,17 +176,18 @@ class StepRunner:
         drafts, s = row.drafts, row.sequence
         s.draft_accepted += [i < len(drafts) and token == drafts[i] for i, token in enumerate(token_ids)]
         if drafts and (num_rejected := 1 + len(drafts) - len(token_ids)):
-            handle = Handle(cast(int, s.handle))
+            handle = cast(Handle, s.handle)
             self._engine.truncate(handle, self._engine.length(handle) - num_rejected)
 
 
 def batch_of(work: Seq[ScheduledSequence], proposed: StepProposals | None = None) -> StepBatch:
     """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
-    batch = StepBatch()
+    batch, proposals = StepBatch(), {} if proposed is None else proposed.proposals
     for w in work:
-        handle = Handle(cast(int, w.sequence.handle))
-        if proposed is not None and w.sequence in proposed.proposals:
-            drafts = proposed.proposals[w.sequence].token_ids
+        handle = w.sequence.handle
+        assert handle is not None
+        if proposals and w.sequence in proposals:
+            drafts = proposals[w.sequence].token_ids
             batch.add(handle, [*w.token_ids, *drafts], num_logits=w.num_scored + 1 + len(drafts))
         else:
             token_ids = [*w.token_ids, PENDING] if w.pending else w.token_ids
@@ -229,21 +234,21 @@ def sample(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> l
     if not step.is_masked:
         return _sample_isolated(step, sampler, logits, groups)
     masked = masks.MaskedRows(logits, groups)
-    kept = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
+    tokens = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
     step.faults |= masked.errors
-    return kept
+    return tokens
 
 
 def _sample_isolated(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> list[list[Sampled]]:
     try:
         return sample_and_verify(sampler, logits, groups, rule=step.rule)
     except Exception:
-        kept: list[list[Sampled]] = []
+        tokens: list[list[Sampled]] = []
         at = 0
         for row, proposal in groups:
             end = at + 1 + (len(proposal.token_ids) if proposal is not None else 0)
-            kept.append([])
+            tokens.append([])
             with step.isolated(row):
-                kept[-1:] = sample_and_verify(sampler, logits[at:end], [(row, proposal)], rule=step.rule)
+                tokens[-1:] = sample_and_verify(sampler, logits[at:end], [(row, proposal)], rule=step.rule)
             at = end
-        return kept
+        return tokens

@@ -71,7 +71,7 @@ class Engine(Protocol):
     """The reference model whose modules the steps run; None if the engine has its own kernels."""
 
     def open(self) -> Handle:
-        """Return an empty sequence. Raises NanoinferError when max_num_seqs + max_kept_seqs are open."""
+        """Return an empty sequence. Raises NanoinferError when max_num_seqs + max_idle_seqs are open."""
 
     def extend(self, batch: StepBatch) -> Array:
         """Append new tokens to open sequences and return logits.

@@ -30,11 +30,11 @@ class Sequences:
 
     def open(self) -> Handle:
         """Return an empty sequence."""
-        most, kept = self.limits.max_num_seqs, self.limits.max_kept_seqs
-        if len(self._lengths) >= most + kept:
-            beside = f" and {kept} kept ones" if kept else ""
+        limit, idle = self.limits.max_num_seqs, self.limits.max_idle_seqs
+        if len(self._lengths) >= limit + idle:
+            beside = f" and {idle} idle ones" if idle else ""
             raise NanoinferError(
-                f"{len(self._lengths)} sequences are open; the limit is max_num_seqs={most}{beside}: close one, or"
+                f"{len(self._lengths)} sequences are open; the limit is max_num_seqs={limit}{beside}: close one, or"
                 " raise max_num_seqs"
             )
         handle = Handle(self._next_handle)

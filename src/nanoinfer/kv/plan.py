@@ -8,8 +8,8 @@ from nanoinfer.errors import NanoinferError
 DEFAULT_MAX_NUM_SEQS = 64
 KV_BLOCK = 16
 """Tokens in a block (kBlock in kernels/cpu/kernels/kernels.h)."""
-MAX_KEPT_SEQS = 1024
-"""Sequences that may be kept beside the running ones in layouts where an open sequence costs only its tokens."""
+MAX_IDLE_SEQS = 1024
+"""Idle sequences that may stay open beside the running ones in layouts where an open sequence costs only its tokens."""
 SLOTS = ("slots", "padded slots")
 BLOCKS = ("blocks", "padded blocks")
 LAYOUTS = ("none", "tokens", *SLOTS, *BLOCKS)
@@ -45,7 +45,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     """
     wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if layout == "none":
-        return EngineLimits(wanted, model.block_size, wanted * model.block_size, MAX_KEPT_SEQS)
+        return EngineLimits(wanted, model.block_size, wanted * model.block_size, MAX_IDLE_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
     if layout in BLOCKS:
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
@@ -65,7 +65,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
         count = config.max_num_seqs or max(1, min(wanted, fitting))
         return EngineLimits(count, model.block_size, count * model.block_size)
     tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
-    return EngineLimits(wanted, model.block_size, tokens, MAX_KEPT_SEQS)
+    return EngineLimits(wanted, model.block_size, tokens, MAX_IDLE_SEQS)
 
 
 def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budget: int) -> EngineLimits:
@@ -80,8 +80,8 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budge
             f" tokens ({full * per_block:,} bytes): raise it, or lower max_model_len"
         )
     num_seqs = config.max_num_seqs or min(wanted, num_blocks)
-    num_blocks = min(num_blocks, (num_seqs + MAX_KEPT_SEQS) * full)  # more can never be used
-    return EngineLimits(num_seqs, model.block_size, num_blocks * KV_BLOCK, MAX_KEPT_SEQS)
+    num_blocks = min(num_blocks, (num_seqs + MAX_IDLE_SEQS) * full)  # more can never be used
+    return EngineLimits(num_seqs, model.block_size, num_blocks * KV_BLOCK, MAX_IDLE_SEQS)
 
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:

@@ -1,21 +1,22 @@
 """The prefix cache: sequences that begin with the same tokens share their keys and values.
 
     running   A B C D E          a request with the prompt A B C X forks the sequence with the longest common prefix,
-    kept      A B F              truncates the fork to A B C, and extends it by X
+    idle      A B F              truncates the fork to A B C, and extends it by X
 
-A radix tree over token ids has all sequences: running ones by their prompts, and those that ended, which are not closed
-but kept, by all of their tokens. Kept sequences are closed, least recently used first, when their blocks or places are
+A radix tree over token ids has all sequences: running ones by their prompts, and those that ended, which stay
+open, by all of their tokens. Idle sequences are closed, least recently used first, when their blocks or slots are
 needed. Sequences of different salts share nothing.
 
-All of this uses the engine's verbs and its room, so it works on every engine. Sharing costs nothing where forks share
-blocks (native, paged); other engines copy. The idea of a radix tree is that of SGLang's RadixAttention (Zheng et al.
-2023, arXiv 2312.07104); block tables that are copied when written are those of PagedAttention (Kwon et al. 2023).
+All of this uses the engine's verbs and counts of blocks, so it works on every engine. Sharing costs nothing where forks
+share blocks (native, paged); other engines copy. The idea of a radix tree is that of SGLang's RadixAttention (Zheng et
+al. 2023, arXiv 2312.07104); block tables that are copied when written are those of PagedAttention (Kwon et al. 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import cast
 
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.scheduling.sequence import Sequence
@@ -28,7 +29,7 @@ _HEADROOM = 16
 
 @dataclass(eq=False)
 class _Node:
-    """The tokens between two places where sequences part or end."""
+    """The tokens between two positions where sequences part or end."""
 
     token_ids: list[int]
     parent: _Node | None = None
@@ -47,7 +48,7 @@ class Entry:
     """Its tokens from position 0 on; those of a running one are its prompt."""
     salt: str | None = None
     sequence: Sequence | None = None
-    """The running sequence; None: kept."""
+    """The running sequence; None: it is idle."""
     end: _Node | None = None
     """Where its tokens end in the tree."""
 
@@ -64,21 +65,21 @@ class PrefixCache:
 
     Args:
         engine: whose sequences these are.
-        enabled: whether sequences are shared and kept.
+        enabled: whether prefixes are shared, and ended sequences stay open.
     """
 
     def __init__(self, engine: Engine, enabled: bool = True) -> None:
         self.engine = engine
         self.enabled = enabled
         self._roots: dict[str | None, _Node] = {}
-        self._kept: dict[Entry, None] = {}  # least recently used first
+        self._idle: dict[Entry, None] = {}  # least recently used first
         self._running: dict[Sequence, Entry] = {}
-        self._max_open = engine.limits.max_num_seqs + engine.limits.max_kept_seqs
+        self._max_open = engine.limits.max_num_seqs + engine.limits.max_idle_seqs
 
     @property
-    def kept(self) -> list[Handle]:
-        """Handles of the kept sequences, least recently used first."""
-        return [entry.handle for entry in self._kept]
+    def idle(self) -> list[Handle]:
+        """Handles of the idle sequences, least recently used first."""
+        return [entry.handle for entry in self._idle]
 
     def find(self, token_ids: list[int], salt: str | None) -> tuple[Entry | None, int]:
         """Return the sequence with the longest prefix of `token_ids` in common, and the length of that prefix.
@@ -86,41 +87,41 @@ class PrefixCache:
         It is at most len(token_ids) - 1, because the logits after the last token are needed. Of several sequences, it
         is one that has the prefix cached, if there is one.
         """
-        node, length, most = self._roots.get(salt), 0, len(token_ids) - 1
+        node, length, limit = self._roots.get(salt), 0, len(token_ids) - 1
         if node is None:
             return None, 0
-        while length < most and (child := node.children.get(token_ids[length])) is not None:
+        while length < limit and (child := node.children.get(token_ids[length])) is not None:
             node = child
-            common = _num_common(child.token_ids, token_ids[length:most])
+            common = _num_common(child.token_ids, token_ids[length:limit])
             length += common
             if common < len(child.token_ids):
                 break
         if not length:
             return None, 0
-        found = best = next(reversed(node.entries))
-        for found in reversed(node.entries):
-            if found.num_cached >= length:
-                return found, length
-            best = found if found.num_cached > best.num_cached else best
+        best = next(reversed(node.entries))
+        for entry in reversed(node.entries):
+            if entry.num_cached >= length:
+                return entry, length
+            best = entry if entry.num_cached > best.num_cached else best
         return best, length
 
     def open(self, sequence: Sequence, token_ids: list[int], entry: Entry | None, num_shared: int) -> None:
         """Give a sequence its handle: a fork of `entry` truncated to `num_shared` tokens, or an empty sequence.
 
-        A kept sequence is taken over instead of forked if all of its tokens are shared, or if no place is left.
+        An idle sequence is taken over instead of forked if all of its tokens are shared, or if no slot is free.
         """
         engine = self.engine
         if entry is None or not num_shared:
-            self._free_place()
+            self._free_slot()
             handle = engine.open()
-        elif entry in self._kept and (num_shared == len(entry.token_ids) or not self._free_place(entry)):
+        elif entry in self._idle and (num_shared == len(entry.token_ids) or not self._free_slot(entry)):
             self._remove(entry)
             handle = entry.handle
         else:
-            self._free_place(entry)
+            self._free_slot(entry)
             handle = engine.fork(entry.handle)
-            if entry in self._kept:  # used now
-                self._kept[entry] = self._kept.pop(entry)
+            if entry in self._idle:  # used now
+                self._idle[entry] = self._idle.pop(entry)
         sequence.handle = handle
         if engine.length(handle) > num_shared:
             engine.truncate(handle, num_shared)
@@ -133,10 +134,10 @@ class PrefixCache:
         if (entry := self._running.pop(sequence, None)) is not None:
             self._remove(entry)
 
-    def keep(self, sequence: Sequence) -> None:
-        """Keep a sequence that has ended or is preempted. Close it if it failed, or if another one has its tokens."""
+    def retire(self, sequence: Sequence) -> None:
+        """Make an ended or preempted sequence idle. Close it if it failed, or if another one has its tokens."""
         assert sequence.handle is not None
-        handle, engine = Handle(sequence.handle), self.engine
+        handle, engine = sequence.handle, self.engine
         self.detach(sequence)
         length = min(engine.length(handle), len(sequence.token_ids) - sequence.start)  # the engine may have more
         token_ids = sequence.token_ids[sequence.start : sequence.start + length]
@@ -144,33 +145,33 @@ class PrefixCache:
             engine.close(handle)
         else:
             engine.truncate(handle, length)
-            self._kept[entry := Entry(handle, token_ids, sequence.request.salt)] = None
+            self._idle[entry := Entry(handle, token_ids, sequence.request.salt)] = None
             self._insert(entry)
         sequence.handle = None
 
-    def make_places(self, num_seqs: int) -> bool:
-        """Close kept sequences until `num_seqs` more can be opened; return whether they can."""
+    def free_slots(self, num_seqs: int) -> bool:
+        """Close idle sequences until `num_seqs` more can be opened; return whether they can."""
         return all(self.close_oldest() for _ in range(len(self.engine.handles) + num_seqs - self._max_open))
 
     def clear(self) -> None:
         """Forget all sequences, after the engine was reset."""
         self._roots.clear()
-        self._kept.clear()
+        self._idle.clear()
         self._running.clear()
 
-    def _free_place(self, spare: Entry | None = None) -> bool:
+    def _free_slot(self, spare: Entry | None = None) -> bool:
         return len(self.engine.handles) < self._max_open or self.close_oldest(spare)
 
     def close_oldest(self, spare: Entry | None = None) -> bool:
-        """Close the kept sequence that was not used for the longest time; return whether there was one but `spare`."""
-        entry = next((e for e in self._kept if e is not spare), None)
+        """Close the idle sequence that was not used for the longest time; return whether there was one but `spare`."""
+        entry = next((e for e in self._idle if e is not spare), None)
         if entry is None:
             return False
         self._remove(entry)
         self.engine.close(entry.handle)
         return True
 
-    # Room in the pool of blocks --------------------------------------------------------------------------
+    # Blocks --------------------------------------------------------------------------
 
     def reserved_for(self, running: Seq[Sequence]) -> int:
         """Return the number of blocks that the running sequences need to continue for some steps."""
@@ -183,8 +184,8 @@ class PrefixCache:
         )
         return self.blocks_needed(s, s.num_uncached + max(0, more))
 
-    def make_room(self, s: Sequence, count: int, reserved: int) -> bool:
-        """Close kept sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
+    def free_blocks(self, s: Sequence, count: int, reserved: int) -> bool:
+        """Close idle sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
         while reserved + self.blocks_needed(s, count) > self.engine.num_free_blocks:  # in this order: it may slide
             if not self.close_oldest():
                 return False
@@ -194,13 +195,13 @@ class PrefixCache:
         """Return the number of blocks that processing `count` tokens of a running sequence takes."""
         if s.start != s.next_start:  # its window slides: all of its blocks are replaced
             self.slide(s)
-        return self.engine.blocks_needed(Handle(s.handle or 0), count)
+        return self.engine.blocks_needed(cast(Handle, s.handle), count)
 
     def slide(self, s: Sequence) -> None:
         """Remove all cached tokens, whose positions change."""
         s.start, s.num_cached = s.next_start, 0
         self.detach(s)
-        self.engine.truncate(Handle(s.handle or 0), 0)
+        self.engine.truncate(cast(Handle, s.handle), 0)
 
     # The tree --------------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class PrefixCache:
         entry.end = node
 
     def _remove(self, entry: Entry) -> None:
-        self._kept.pop(entry, None)
+        self._idle.pop(entry, None)
         node = entry.end
         while node is not None:
             node.entries.pop(entry, None)
@@ -248,7 +249,7 @@ def _split(node: _Node, length: int) -> _Node:
 
 def _num_common(a: Seq[int], b: Seq[int]) -> int:
     """Return the length of the longest common prefix."""
-    most = min(len(a), len(b))
-    if a[:most] == b[:most]:
-        return most
-    return next(i for i in range(most) if a[i] != b[i])
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    return next(i for i in range(limit) if a[i] != b[i])

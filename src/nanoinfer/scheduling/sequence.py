@@ -18,6 +18,7 @@ from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
     from nanoinfer.config import EngineLimits
+    from nanoinfer.engines.base import Handle
     from nanoinfer.outputs import Delta, Logprob, RequestOutput
     from nanoinfer.utils.arrays import Array
 
@@ -118,14 +119,14 @@ class Request:
         return name, self.params.num_sequences
 
     @property
-    def only_scored(self) -> bool:
+    def prompt_only(self) -> bool:
         """Whether it generates nothing: the logits of all tokens of its prompt are read."""
         return self.prompt_reads is not None and len(self.prompt_reads.target_ids) == len(self.prompt_token_ids)
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled: it is neither a beam search nor only scored."""
-        return self.beams is None and not self.only_scored
+        return self.beams is None and not self.prompt_only
 
     @property
     def finished(self) -> bool:
@@ -166,7 +167,7 @@ class Sequence:
     block_size: int
     token_ids: list[int]
     """Tokens of prompt and output."""
-    handle: int | None = None
+    handle: Handle | None = None
     """Handle of the engine's sequence, while it is open."""
     start: int = 0
     """First token of the window in the KV cache."""
@@ -174,7 +175,7 @@ class Sequence:
     """Tokens of the window that are in the KV cache or in the scheduled step."""
     admitted: bool = False
     """Whether it has been running; it waits again if it was preempted."""
-    awaits_search: bool = False
+    awaits_beams: bool = False
     """Whether it is a beam that was preempted after its logits were read: it waits for those of the other beams."""
     num_inflight_tokens: int = 0
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
@@ -208,6 +209,8 @@ class Sequence:
     """Tokens of the prompt."""
     max_tokens: int = field(init=False)
     """Maximum number of tokens to generate: params.max_tokens, or up to the context length if that is None."""
+    slides: bool = field(init=False)
+    """Whether its window slides past the context length; else the sequence ends there."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -217,9 +220,10 @@ class Sequence:
         self.max_tokens = max(1, self.block_size + 1 - num_prompt, params.min_tokens)
         if params.max_tokens is not None:
             self.max_tokens = params.max_tokens
+        self.slides = params.overflow == "slide"
         self._stops_from = num_prompt + params.min_tokens
-        most = num_prompt + self.max_tokens  # tokens of prompt and output that end it
-        self._ends_at = most if params.overflow == "slide" else min(most, self.block_size + 1)
+        limit = num_prompt + self.max_tokens  # tokens of prompt and output that end it
+        self._ends_at = limit if self.slides else min(limit, self.block_size + 1)
 
     @property
     def bad_words(self) -> BadWords | None:
@@ -242,17 +246,16 @@ class Sequence:
         return len(self.token_ids) + self.num_inflight_tokens
 
     @property
-    def ends_when_read(self) -> bool:
+    def ends_in_flight(self) -> bool:
         """Whether its in-flight tokens are the last, whatever their values."""
         if not self.num_inflight_tokens:
             return False
-        full = self.params.overflow != "slide" and self.num_tokens > self.block_size
-        return full or self.num_output_tokens + self.num_inflight_tokens >= self.max_tokens
+        return self.num_tokens >= self._ends_at
 
     @property
     def next_start(self) -> int:
         """First token of the window that the next token is sampled from."""
-        if self.params.overflow != "slide":
+        if not self.slides:
             return 0
         stride = self.params.slide_stride or max(1, self.block_size // 2)
         return window_start(self.num_tokens, self.block_size, stride)
@@ -260,6 +263,8 @@ class Sequence:
     @property
     def num_uncached(self) -> int:
         """Number of tokens in its window that are not in the KV cache."""
+        if not self.slides:
+            return len(self.token_ids) + self.num_inflight_tokens - self.num_cached
         start = self.next_start
         return self.num_tokens - start - (self.num_cached if start == self.start else 0)
 
@@ -267,11 +272,6 @@ class Sequence:
     def awaits_fork(self) -> bool:
         """Whether it waits for its first sibling to process the prompt."""
         return self.sample_index > 0 and self.handle is None and not self.num_output_tokens
-
-    def note_token(self, now: float) -> None:
-        """Note the time of the request's first token, if this is it."""
-        if not self.num_output_tokens and self.sample_index == 0:
-            self.request.first_token_sec = now
 
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.
@@ -301,7 +301,7 @@ class Sequence:
     def finish_if_scored(self) -> None:
         """End the sequence if its request generates nothing, and all logits that it reads were read."""
         reads = self.request.prompt_reads
-        if reads is not None and not reads.num_unread and self.request.only_scored and self.finish_reason is None:
+        if reads is not None and not reads.num_unread and self.request.prompt_only and self.finish_reason is None:
             self._finish("stop", None)
 
     def abort(self, error: str | None = None) -> None:

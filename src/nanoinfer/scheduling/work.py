@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -22,7 +22,7 @@ class ScheduledSequence:
     """Tokens to process."""
     samples: bool
     """Whether to sample a token: no uncached tokens are left after these."""
-    forks: list[Sequence] = field(default_factory=list)
+    forks: Seq[Sequence] = ()
     """Siblings to fork from this sequence, which sample from the same logits."""
     pending: bool = False
     """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
@@ -86,7 +86,7 @@ class StepBudget:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler was made. Metrics read a copy, as it was after an operation of the core (`state`)."""
+    """Counts since the scheduler was made. Metrics read a copy (`Core.published`)."""
 
     num_prompt_tokens: int = 0
     """Tokens of admitted prompts."""
@@ -97,19 +97,14 @@ class SchedulerStats:
     num_preempted: int = 0
     """Number of times that a sequence was preempted."""
     num_running: int = 0
-    """Of a copy: requests of which a sequence was running."""
+    """Requests of which a sequence runs; set in copies."""
     num_free_blocks: int = 0
-    """Of a copy: blocks of the KV cache that no sequence used."""
-
-    def state(self, running: Seq[Sequence], num_free_blocks: int) -> SchedulerStats:
-        """Return a copy, with the running sequences and the engine's free blocks between two steps."""
-        num_running = len(running) if len(running) < 2 else len({s.request.request_id for s in running})
-        return replace(self, num_running=num_running, num_free_blocks=num_free_blocks)
+    """Blocks of the KV cache that no sequence used after the last operation of the core."""
 
 
 def num_prefill(work: Seq[ScheduledSequence]) -> int:
     """Return the number of tokens of prompts and of windows that slid."""
-    return sum(num for w in work if (num := len(w.token_ids)) > 1)
+    return sum([num for w in work if (num := len(w.token_ids)) > 1])
 
 
 def sampling_sequences(work: Seq[ScheduledSequence]) -> list[Sequence]:

@@ -48,11 +48,8 @@ class StepRow(NamedTuple):
     first: int
     """The first of its 1 + len(drafts) rows of the step's logits. A fork samples from the row of its sibling."""
     proposal: Proposal | None
-
-    @property
-    def drafts(self) -> list[int]:
-        """The tokens that are proposed; empty if there are none."""
-        return [] if self.proposal is None else self.proposal.token_ids
+    drafts: Sequence[int] = ()
+    """The tokens that are proposed; empty if there are none."""
 
     @property
     def is_beam(self) -> bool:
@@ -74,18 +71,25 @@ class StepProposals:
     """The sequences that sample in the step, each followed by its forks (`resolve`)."""
     first_rows: list[int] = field(default_factory=list)
     """The first row of logits of each part of the step's work, whether it samples or not."""
+    in_order: bool = True
+    """Whether the rows of logits are those of `rows`, one after the other: none is scored, a beam's or shared."""
 
     def resolve(self, work: Sequence[ScheduledSequence]) -> list[StepRow]:
         """Set and return the rows, once the proposals of a step are final."""
-        self.rows, self.first_rows, at = [], [], 0
+        rows, first_rows, at, proposals = self.rows, self.first_rows, 0, self.proposals
         for w in work:
-            self.first_rows.append(at)
-            at += w.num_scored
+            s = w.sequence
+            first_rows.append(at)
+            if w.num_scored or w.forks or s.request.beams is not None:
+                self.in_order = False
+                at += w.num_scored
             if w.samples:
-                self.rows.append(StepRow(w.sequence, at, self.proposals.get(w.sequence)))
-                self.rows += [StepRow(s, at, None) for s in w.forks]
-                at += 1 + len(self.rows[-1 - len(w.forks)].drafts)
-        return self.rows
+                proposal = proposals.get(s) if proposals else None
+                drafts = proposal.token_ids if proposal is not None else ()
+                rows.append(StepRow(s, at, proposal, drafts))
+                rows += [StepRow(fork, at, None) for fork in w.forks]
+                at += 1 + len(drafts)
+        return rows
 
 
 class Speculator:
@@ -116,10 +120,10 @@ class Speculator:
     def propose(self, work: Sequence[ScheduledSequence]) -> StepProposals:
         """Return proposals for the sequences of a step that can use them."""
         if self._adaptive is None:
-            rooms = [(w.sequence, min(_room(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
-            requests = [self._request(s, room) for s, room in rooms if room > 0]
+            limits = [(w.sequence, min(_max_proposals(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
+            requests = [self._request(s, limit) for s, limit in limits if limit > 0]
         elif all(map(_decodes, work)) and not self._adaptive.waits():
-            requests = self._chosen(self._adaptive, [self._request(w.sequence, _room(w)) for w in work])
+            requests = self._chosen(self._adaptive, [self._request(w.sequence, _max_proposals(w)) for w in work])
         else:
             return StepProposals()  # AdaptiveK estimates costs only for steps without prefill
         if not requests:
@@ -128,8 +132,8 @@ class Speculator:
         start = self._clock()
         proposals = self.drafter.propose(requests)
         draft_sec = self._clock() - start
-        made = {cast("scheduling.Sequence", r.row): p for r, p in zip(requests, proposals, strict=True) if p.token_ids}
-        return StepProposals(made, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
+        of = {cast("scheduling.Sequence", r.row): p for r, p in zip(requests, proposals, strict=True) if p.token_ids}
+        return StepProposals(of, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
@@ -200,10 +204,10 @@ def by_speculator(
     return list(parts.items())
 
 
-def drop_without_room(
+def drop_without_blocks(
     engine: Engine, work: Sequence[ScheduledSequence], done: StepProposals, later: Sequence[ScheduledSequence] = ()
 ) -> None:
-    """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal.
+    """Drop the proposals for which the KV cache has no free blocks. No sequence is preempted for a proposal.
 
     Args:
         engine: processes `work` with its proposals first, then `later`.
@@ -212,7 +216,7 @@ def drop_without_room(
         later: the rest of the step's work.
     """
     need = engine.blocks_needed
-    counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in (*work, *later)]
+    counts = [(w, cast(Handle, w.sequence.handle), len(w.token_ids)) for w in (*work, *later)]
     free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
     for w, handle, count in counts[: len(work)]:
         if (proposal := done.proposals.get(w.sequence)) is not None:
@@ -228,7 +232,7 @@ def _decodes(work: ScheduledSequence) -> bool:
     return work.samples and len(work.token_ids) == 1 and not work.forks
 
 
-def _room(work: ScheduledSequence) -> int:
+def _max_proposals(work: ScheduledSequence) -> int:
     """Return the maximum number of proposals for a sequence: all may be accepted, and one more token is sampled.
 
     The window must contain all of them without sliding.
