@@ -16,7 +16,7 @@ from helpers.chat import HI, chat_folder
 from helpers.chat_templates import CHATML, TEMPLATES
 from helpers.engines import naive_greedy, prompt
 from helpers.errors import refuses
-from helpers.interrupts import ENGINES, check, how_often, interrupt_everywhere
+from helpers.interrupts import ENGINES, check, interrupt_everywhere
 from helpers.models import TINY, make_folder, make_model, submit
 from helpers.overlap import make_core
 from helpers.tools import TWO
@@ -459,7 +459,7 @@ def test_windows_and_learned_positions(tmp_path: Path) -> None:
         check(llm.core)
 
 
-@how_often
+@pytest.mark.parametrize("num_interrupts", [40, pytest.param(2000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("engine", ["static", "native"])
 def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=2)

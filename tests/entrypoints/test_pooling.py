@@ -60,7 +60,7 @@ def test_hidden_states_equal_those_of_transformers(case: str, tmp_path: Path) ->
     with torch.no_grad():
         for ids in PROMPTS:
             expected.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].double().numpy())
-    for engine in [name for name in RUNGS if name != "compiled"]:
+    for engine in ("recompute", "native") if "native" in RUNGS else ("recompute",):
         for kind, of in (("last", lambda h: h[-1]), ("mean", lambda h: h.mean(0))):
             llm = LLM(str(tmp_path / case), engine=engine, dtype="float32", pooling_type=kind, max_num_seqs=4,
                       kv_cache_dtype="float32" if engine == "native" else "auto")  # fmt: skip

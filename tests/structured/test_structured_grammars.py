@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,39 +57,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # Exploding: time, memory, stack.
     # Whichever limit it reaches first on this machine: 2 s of CPU time, or 256 MB.
     "large multipleOf": ({"json": {"type": "integer", "multipleOf": 100_000_007}}, "cannot be compiled: it needs "),
-    "multipleOf of two": (
-        {"json": {"allOf": [{"type": "integer", "multipleOf": 97_001}, {"multipleOf": 99_991}]}},
-        "fuel exhausted",
-    ),
     "many intersections": ({"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(2000)]}}, "needs"),
     "chain of references": ({"json": ref_chain(3000)}, "it nests too deep"),
-    "chain of rules": ({"grammar": CHAIN}, "it nests too deep"),
     "nested schema": ({"json": nested(200)}, "recursion limit exceeded"),
-    "nested groups": ({"regex": "(" * 5000 + "a" + ")" * 5000}, "structured_outputs.regex: invalid regex"),
     "nested rules": ({"grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000}, "too deeply nested"),
     "doubling terminals": (
         {"grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "x"'},
         "too big",
     ),
-    "products of unions": (
-        {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(10)]} for i in range(12)]}},
-        "schema too large",
-    ),
     "conversion of newlines": ({"grammar": "root ::= " + "\n" * 100_000}, "needs more than 2 s of CPU time"),
     "conversion of nested groups": ({"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000}, "recursion"),
-    "stars": ({"regex": "a" + "*" * 100_000}, "structured_outputs.regex: invalid regex"),
     # Impossible.
     "no such type": ({"json": {"type": "nothing"}}, "structured_outputs.json: "),
     "nothing satisfies": ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisfiable"),
     "refers to itself": ({"json": {"$ref": "#"}}, "structured_outputs.json: no output can match it"),
     "no character": ({"regex": r"[^\s\S]"}, "structured_outputs.regex: no output can match it"),
-    "no end": ({"grammar": 'start: a\na: a "x"'}, "structured_outputs.grammar: no output can match it"),
     "empty output": ({"regex": "a{0}"}, "only the empty output matches it, or no token of the model begins one"),
     "no token": ({"regex": "é"}, "only the empty output matches it, or no token of the model begins one"),
     # Not supported.
     "look-around": ({"regex": "(?=a)b"}, "look-around"),
     "unknown keyword": ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
-    "no remote references": ({"json": {"$ref": "http://127.0.0.1:9/x.json"}}, "does not fetch"),
     "no files": ({"json": {"$ref": "file:///etc/passwd"}}, "does not fetch"),
     "no imports": ({"grammar": "%import ..secret (X)\nstart: X"}, "structured_outputs.grammar"),
     # Malformed.
@@ -100,7 +85,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "duplicate keys": ({"json": '{"type": "string", "type": "integer"}'}, "duplicated"),
     "not a regex": ({"regex": "((("}, "structured_outputs.regex: invalid regex"),
     "undefined rule": ({"grammar": "start: foo"}, 'unknown name: "foo"'),
-    "junk": ({"grammar": "\x00\xff((((\x1b[31m"}, "structured_outputs.grammar"),
     "GBNF junk": ({"grammar": "root ::= (((("}, "structured_outputs.grammar"),
 }
 
@@ -227,15 +211,6 @@ def test_white_space_in_json(compiler: Grammars) -> None:
         assert accepted(compiler, Structured(json=schema, disable_any_whitespace=True), text) == compact
     own = {**schema, "x-guidance": {"whitespace_flexible": True}}
     assert accepted(compiler, Structured(json=own), '{  "a":\n\n1}')
-
-
-@pytest.mark.parametrize(
-    "choices", [("yes", "no"), ('a"b', "c\\d", "e\nf", "/g/"), ("a", "ab", "abc"), ("[a-z]+", "(")]
-)
-def test_choices_are_taken_literally(compiler: Grammars, choices: tuple[str, ...]) -> None:
-    wanted = Structured(choice=choices)
-    assert all(accepted(compiler, wanted, text) for text in choices)
-    assert not any(accepted(compiler, wanted, text) for text in ("x", "abcd", "yesno", 'a\\"b'))
 
 
 @pytest.mark.parametrize(
@@ -386,15 +361,10 @@ def test_response_format_is_a_structured_output() -> None:
         for bad, part in (
             ("json", ""),
             ({"type": "xml"}, ".type"),
-            ({}, ""),
             ([], ""),
-            ({"type": "json_schema"}, ""),
             ({"type": "json_schema", "json_schema": {}}, ".json_schema"),
-            ({"type": "json_object", "schema": 5}, ".schema"),
             ({"type": "json_object", "schemas": schema}, ""),
-            ({"type": "text", "schema": schema}, ""),
             ({"type": "json_schema", "json_schema": {"schema": schema, "x": 1}}, ".json_schema"),
-            ({"type": "json_schema", "json_schema": {"schema": schema}, "strict": True}, ""),
         ):
             with pytest.raises(FieldError, match=r"^response_format") as e:
                 parse(url, body | {"response_format": bad}, SamplingParams())
@@ -411,15 +381,3 @@ def test_response_format_is_a_structured_output() -> None:
         options["structured_outputs"] = {"disable_any_whitespace": 1}
         with pytest.raises(NanoinferError, match=r"^structured_outputs\.disable_any_whitespace=1"):
             parse(url, options, SamplingParams())
-
-
-def test_a_fork_has_its_own_checking_process(compiler: Grammars, tmp_path: Path) -> None:
-    compiler.compile(Structured(regex="before"))
-    if (child := os.fork()) == 0:
-        try:
-            compiler.compile(Structured(regex="after"))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    compiler.compile(Structured(regex="later"))
