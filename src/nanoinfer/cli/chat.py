@@ -85,10 +85,6 @@ def chat(
     llm = LLM.from_config(config)
     params = of_model(params, llm)
     conversation = llm.conversation(system, **options)
-    if unread := conversation.unread_options():
-        negated = "no-" if options.get(unread[0]) is False else ""
-        flag = f"--{negated}{unread[0].replace('_', '-')}"
-        raise NanoinferError(f"{flag}: the chat template of {escaped(llm.model_name)} does not read it: leave it out")
     session = Session(conversation, params)
     if sys.stdin.isatty():
         print(

@@ -407,25 +407,6 @@ class Conversation:
         self.stop()
         self.messages = self._messages[: self._num_system]
 
-    def unread_options(self) -> list[str]:
-        """Return the options of reasoning that are given and change nothing, because the chat template has none."""
-        options = self._options
-        probes: dict[str, tuple[Any, ...]] = {"enable_thinking": (True, False), "reasoning_effort": ("none", "low")}
-        set_options = [name for name in probes if getattr(options, name) is not None]
-        unread = [name for name in set_options if len({self._probe(name, value) for value in probes[name]}) == 1]
-        budget = options.thinking_token_budget
-        if budget is not None and not self._formatter.format(options.chat_template).reasoning_end:
-            unread.append("thinking_token_budget")
-        return unread
-
-    def _probe(self, option: str, value: Any) -> str:
-        """Return the prompt of a short message with a value of an option; where it has none, the value."""
-        options: Any = {option: value, "tools": None, "tool_choice": None}
-        try:
-            return self._formatter.render([{"role": "user", "content": "a"}], replace(self._options, **options))
-        except NanoinferError:
-            return str(value)
-
     @property
     def _num_system(self) -> int:
         return int(bool(self._messages) and self._messages[0]["role"] == "system")
