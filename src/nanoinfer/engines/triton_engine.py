@@ -19,7 +19,6 @@ The residual stream of a fused step is float32; the inputs of a product are in t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from math import inf
 from typing import cast
 
@@ -32,7 +31,7 @@ from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput, StepTensors, slot_attention
+from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, norm_of
 from nanoinfer.engines.triton_modules import fuse
@@ -45,8 +44,8 @@ from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
-from nanoinfer.models.attention import attention_backends, soft_cap
-from nanoinfer.models.layers import AfterBlock, GatedMLP, Rotation, rounded
+from nanoinfer.models.attention import soft_cap
+from nanoinfer.models.layers import GatedMLP, Rotation, rounded
 from nanoinfer.models.other_attention import SharedAttention
 from nanoinfer.models.transformer import MLP, Attention, Transformer
 
@@ -95,9 +94,9 @@ class TritonEngine(CudaGraphEngine):
     @staticmethod
     def check(config: ModelConfig) -> None:
         """Raise NanoinferError if a model has what no kernel does."""
-        missing = []
-        experts = all(config.layer(i).experts for i in range(config.n_layer))
-        if config.activation not in ACTIVATIONS and not (experts and not config.per_layer_dim):
+        missing = ["latent attention"] * (config.latent is not None)
+        missing += ["per-layer embeddings"] * bool(config.per_layer_dim)
+        if config.activation not in ACTIVATIONS and not all(config.layer(i).experts for i in range(config.n_layer)):
             missing.append(f"activation={config.activation}")
         if missing:
             raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
@@ -116,8 +115,7 @@ class TritonEngine(CudaGraphEngine):
         )  # fmt: skip
         if self._ln_e is not None:
             layer_norm(x, self._ln_e, x)
-        with nullcontext() if self.config.latent is None else attention_backends(self.device):
-            self._run_layers(x, pos, inputs, shape)
+        self._run_layers(x, pos, inputs, shape)
         norm, hidden = self._ln_f, x
         if sample is None or R * n > 1:  # one row: the head normalises it
             hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
@@ -131,67 +129,24 @@ class TritonEngine(CudaGraphEngine):
 
     def _run_layers(self, x: Tensor, pos: Tensor, inputs: StepInputs, shape: Bucket) -> None:
         """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n)."""
-        latent = self.config.latent is not None
-        rotations = self.model.rotations(pos, self.dtype if latent else torch.float32)
-        step = StepTensors(inputs.given, pos, inputs.slots, shape.context, shape.dense)
-        masks = {window: self._mask(step, window) for window in self.config.windows} if latent else {}
-        given = self._per_layer_inputs(x, inputs) if self.config.per_layer_dim else None
+        rotations = self.model.rotations(pos, torch.float32)
         for index, layer in enumerate(self._layers):
             block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
-            if latent:
-                y = self._latent_attention(index, x, step, masks[layer.kind.window], rotation)
-            else:
-                pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
-                q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
-                self._project(layer, x, q, pages, rotation)
-                ahead = None if layer.experts else layer.weights["mlp.c_fc"].data
-                attention(q, pages, shape.context, y, ahead=ahead, scores=layer.scores)
+            pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
+            q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
+            self._project(layer, x, q, pages, rotation)
+            attention(q, pages, shape.context, y, scores=layer.scores)
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
-            if latent:
-                self._add_to(x, y, layer.post_1)
-            else:
-                attn_proj = layer.weights["attn.c_proj"]
-                self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
+            attn_proj = layer.weights["attn.c_proj"]
+            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
             if layer.experts:
                 self._add_to(x, hidden, layer.post_2)
             else:
                 mlp_proj = layer.weights["mlp.c_proj"]
                 self._add(x, hidden, mlp_proj, cast(MLP, block.mlp).c_proj.bias, layer.mlp_sub, layer.post_2)
-            if block.after is not None:
-                self._end(layer, x, None if given is None else given[index])
-
-    def _per_layer_inputs(self, x: Tensor, inputs: StepInputs) -> Tensor:
-        """Return what each layer adds of its own embeddings, (L, M, P), for the embedded tokens x, (M, C)."""
-        tokens = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
-        given: Tensor = self.model.transformer["per_layer"](tokens.flatten(), x.to(self.dtype))  # (M, L, P)
-        return given.transpose(0, 1).contiguous()
-
-    def _end(self, layer: Layer, x: Tensor, given: Tensor | None) -> None:
-        """Add a layer's own input, (M, P), to the residual stream x, (M, C), and scale it (models/layers.py)."""
-        if given is not None:
-            h, out = torch.empty_like(given), torch.empty_like(x)
-            gate = Epilogue(activation=self._activation, residual=given, gates=True)
-            product(x, layer.weights["after.c_gate"], h, None, gate)
-            product(h, layer.weights["after.c_proj"], out)
-            layer_norm(out, cast(Norm, layer.post_after), out)
-            x.add_(out)
-        if (scale := cast(AfterBlock, layer.block.after).scale) is not None:
-            x.mul_(scale)
-
-    def _latent_attention(
-        self, index: int, x: Tensor, step: StepTensors, mask: Tensor, rotation: Rotation | None
-    ) -> Tensor:
-        """Return the output of latent attention, (M, C), for the residual stream x, (M, C)."""
-        layer, normed = self._layers[index], self._empty(*x.shape)
-        if layer.ln_1 is None:
-            normed.copy_(x)
-        else:
-            layer_norm(x, layer.ln_1, normed)
-        k, v = self._cache.k[index], self._cache.v[index]
-        attend = slot_attention(self.config, layer.block, k, v, step.slots, step.pos, mask, step.dense)
-        y: Tensor = layer.block.attn(normed.view(*step.pos.shape, -1), attend, rotation)
-        return y.flatten(0, 1)
+            if block.after is not None and (scale := block.after.scale) is not None:
+                x.mul_(scale)
 
     def _project(self, layer: Layer, x: Tensor, q: Tensor, pages: Pages, rotation: Rotation | None) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""

@@ -17,7 +17,7 @@ from nanoinfer.kernels.triton.attention import Scores
 from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.kernels.triton.rows import Norm
-from nanoinfer.models.layers import AfterBlock, GatedMLP, HeadNorms, LayerNorm, RMSNorm
+from nanoinfer.models.layers import GatedMLP, HeadNorms, LayerNorm, RMSNorm
 from nanoinfer.models.other_attention import SharedAttention
 from nanoinfer.models.transformer import Attention, Block, Transformer
 
@@ -34,8 +34,7 @@ class Layer:
     config: ModelConfig
     """With the layer's sizes."""
     weights: dict[str, Weight]
-    """Of the products that the engine launches, by the names of their modules in the block. Latent attention has none:
-    it is PyTorch's module (triton_modules.py)."""
+    """The products that the engine launches, by the names of their modules in the block."""
     ln_1: Norm | None
     attn_sub: Norm | None
     """Of attention's output, in front of c_proj."""
@@ -45,8 +44,6 @@ class Layer:
     mlp_sub: Norm | None
     """Of the MLP's hidden layer."""
     post_2: Norm | None
-    post_after: Norm | None
-    """Of what the layer's own embedding adds (models/layers.py)."""
     heads: Norm | None
     """Of each head of queries and keys: weight and bias are (2, D)."""
     value_eps: float | None
@@ -84,11 +81,9 @@ def describe(model: Transformer, pack: Pack, *, keep: bool) -> list[Layer]:
 
 def _packed(config: ModelConfig, kind: LayerKind, block: Block, pack: Pack, keep: bool) -> dict[str, Weight]:
     """Return the weights of a block's kernels."""
-    names = ["attn.c_attn", "attn.c_proj"] if config.latent is None else []
+    names = ["attn.c_attn", "attn.c_proj"]
     if not kind.experts:
         names += ["mlp.c_gate"] * config.gated_mlp + ["mlp.c_fc", "mlp.c_proj"]
-    if config.per_layer_dim:
-        names += ["after.c_gate", "after.c_proj"]
     return {name: take(cast(nn.Linear, block.get_submodule(name)), pack, keep) for name in names}
 
 
@@ -122,7 +117,6 @@ def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, 
         ln_2=ln_1 if block.shared else ln_2,
         mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones(at.mlp_dim)) if config.sub_norms else None,
         post_2=post_2,
-        post_after=norm_of(cast(AfterBlock, block.after).post, ones(C)) if config.per_layer_dim else None,
         heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm in ("head", "heads") else None,
         value_eps=config.norm_epsilon if kind.value_norm else None,
         scores=Scores(config.attention_scale, config.attention_softcap, kind.window, attn.sinks),

@@ -1,12 +1,11 @@
 """PyTorch's modules in the steps of engine `triton`: their matrix products are its kernels.
 
-What few families have (latent attention, per-layer embeddings, experts) runs as the reference model's module. `fuse`
-replaces the matrices in it, so that they have the formats of all other weights.
+Mixtures of experts run as the reference model's module. `fuse` replaces its matrices, so that they have the formats
+of all other weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -86,27 +85,12 @@ def fuse(model: Transformer, pack: Pack, most: float) -> None:
         pack: makes their weights.
         most: of `FusedLinear`.
     """
-    for parent, name in _linears(model):
-        linear = cast(nn.Linear, parent.get_submodule(name))
-        bias = None if linear.bias is None else linear.bias.detach()
-        setattr(parent, name, FusedLinear(take(linear, pack, keep=False), bias, most))
-    for mlp in _mixtures(model):
+    for mlp in [module for module in model.modules() if isinstance(module, ExpertMLP)]:
+        if mlp.config.shared_width or mlp.config.beside:  # routers keep the model's dtype
+            for name in ("c_gate", "c_fc", "c_proj"):
+                linear = cast(nn.Linear, mlp.shared.get_submodule(name))
+                bias = None if linear.bias is None else linear.bias.detach()
+                setattr(mlp.shared, name, FusedLinear(take(linear, pack, keep=False), bias, most))
         for name, stack in mlp.experts.items():
             bias = None if stack.bias is None else cast(Tensor, stack.bias).detach()
             mlp.experts[name] = FusedStack(mlp.config.count, take(stack, pack, keep=False), bias)
-
-
-def _mixtures(model: Transformer) -> list[ExpertMLP]:
-    return [module for module in model.modules() if isinstance(module, ExpertMLP)]
-
-
-def _linears(model: Transformer) -> Iterator[tuple[nn.Module, str]]:
-    """Return the modules that have such linear layers, and the names in them. Routers keep the model's dtype."""
-    if model.config.per_layer_dim:
-        yield model.transformer["per_layer"], "c_in"
-    if (latent := model.config.latent) is not None:
-        for block in model.blocks:
-            yield from ((block.attn, name) for name in ("c_attn", *["q_b"] * (latent.query_rank > 0), "c_proj"))
-    for mlp in _mixtures(model):
-        if mlp.config.shared_width or mlp.config.beside:
-            yield from ((mlp.shared, name) for name in ("c_gate", "c_fc", "c_proj"))

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import Pages
-from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
+from .launch import launch_options, wait_for_predecessor
 from .products import INTERPRETED
 from .sums import dot
 from .tiles import (
@@ -159,8 +159,8 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_new"])
 def attention_kernel(
-    q, keys, values, table, pos, out, parts, stats, ahead, sinks, num_tokens, num_heads, num_new, context,
-    stride_table, stride_block, stride_head, stride_token, scale, ahead_bytes,
+    q, keys, values, table, pos, out, parts, stats, sinks, num_tokens, num_heads, num_new, context,
+    stride_table, stride_block, stride_head, stride_token, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
     SHARED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, LOG2E: tl.constexpr,
@@ -170,10 +170,6 @@ def attention_kernel(
     SHARED: heads of queries for each head of keys. Write to `out` if SPLITS is 1, else to `parts`.
     """
     row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
-    if ahead is not None:
-        part = tl.program_id(2) * SPLITS + split
-        num_parts = tl.num_programs(2) * SPLITS
-        prefetch_share(ahead, ahead_bytes, tl.program_id(0) * num_parts + part, tl.num_programs(0) * num_parts)
     wait_for_predecessor(PDL)
     queries, dims = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     tokens = row * num_new + queries
@@ -243,9 +239,8 @@ def join_parts_kernel(
 
 
 def attention(
-    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, ahead: Tensor | None = None,
-    scores: Scores | None = None,
-) -> None:  # fmt: skip
+    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, scores: Scores | None = None
+) -> None:
     """Write the attention of new tokens to `out`. Their keys and values are in the cache already.
 
     This is one launch, or two if the context is split.
@@ -257,8 +252,6 @@ def attention(
         context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
         splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
-        ahead: weights that a later kernel reads, contiguous. They are brought to the L2 cache meanwhile if the device
-            can do so: attention leaves most of the memory's bandwidth unused.
         scores: scale, soft cap, window and sinks; None: GPT-2's.
 
     Raises:
@@ -275,15 +268,13 @@ def attention(
     splits = splits or attention_splits(num_rows * num_heads * blocks, context, bits, multiprocessors(q.device))
     num_tokens = num_rows * num_new
     options = launch_options(q.device)
-    ahead = ahead if ahead is not None and can_prefetch(ahead) else None
     parts = stats = None
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
     attention_kernel[(num_rows * num_heads, splits, blocks)](
-        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, scores.sinks, num_tokens,
+        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, scores.sinks, num_tokens,
         num_heads, num_new, context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
-        0 if ahead is None else ahead.numel() * ahead.itemsize,
         D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=block_t,
         PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=num_stages,
         WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, SHARED=num_heads // num_kv_heads, WINDOW=scores.window or 0,

@@ -5,9 +5,7 @@ rule: before it calls `wait_for_predecessor`, it reads only parameters of the mo
 of the kernel must make the call, before any early return. The next kernel is allowed to start only after this one's
 calls, when the results of all kernels before this one are complete.
 
-Weights that are needed soon can be brought to the L2 cache, which needs no registers and no shared memory.
-
-Devices before compute capability 9.0 and the interpreter launch one kernel after the other; they do neither.
+Devices before compute capability 9.0 and the interpreter launch one kernel after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import cuda
 
 from . import tiles
@@ -29,30 +26,6 @@ def wait_for_predecessor(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_share(data, num_bytes, program, num_programs):
-    """Start to bring this program's share of the bytes at `data`, an address divisible by 16, to the L2 cache."""
-    share = tl.cdiv(num_bytes, num_programs * 16) * 16
-    first = program.to(tl.int64) * share
-    size = tl.minimum(num_bytes - first, share).to(tl.int32) // 16 * 16
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first, some;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        setp.gt.and.s32 some, $2, 0, first;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [data.to(tl.int64) + first, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @cache
@@ -69,8 +42,3 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     if tiles.USE_PDL and is_available(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
-
-
-def can_prefetch(data: Tensor) -> bool:
-    """Return whether `prefetch_share` can be called for a tensor."""
-    return tiles.USE_L2_PREFETCH and is_available(data.device) and data.data_ptr() % 16 == 0

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import Epilogue, finish, load_bias, load_ends, load_place, load_position, load_residual
-from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
+from .launch import launch_options, wait_for_predecessor
 from .quantize import Weight
 from .rows import Norm, layer_norm, statistics
 from .sums import (
@@ -52,7 +52,7 @@ def product_kernel(
     num_outputs, stride_block, stride_head, stride_token, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, SCALE: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PREFETCH_BYTES: tl.constexpr, SPARE: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tile). One row: each program computes one tile's columns. BLOCK: a power of two >= K."""
     end = tl.minimum((tl.program_id(0) + 1) * (BLOCK_N - SPARE), num_outputs)
@@ -76,8 +76,6 @@ def product_kernel(
     if (GROUP == 0) and (scale is not None):
         scales = tl.load(scale + columns)
     added = load_bias(bias, outputs, num_outputs)
-    if PREFETCH_BYTES > 0:
-        prefetch_share(w, PREFETCH_BYTES, tl.program_id(0), tl.num_programs(0))
 
     # 2. What earlier kernels wrote. The position is loaded first, because the table's entry depends on it.
     wait_for_predecessor(PDL)
@@ -116,7 +114,6 @@ def product_rows_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr,
     OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs.
 
@@ -130,10 +127,6 @@ def product_rows_kernel(
     added = load_bias(bias, outputs, num_outputs)
     if (GROUP == 0) and (scale is not None):
         scales = tl.load(scale + columns)
-    if PREFETCH_BYTES > 0:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        num_tiles = tl.num_programs(0) * tl.num_programs(1)
-        prefetch_share(w, PREFETCH_BYTES, tile * SPLITS + split, num_tiles * SPLITS)
     wait_for_predecessor(PDL)
     EARLY: tl.constexpr = BLOCK_M == 16  # of more rows, it would take the registers of the sums
     if SPLITS == 1 and EARLY:
@@ -229,7 +222,6 @@ def product(
     shape = {"ACTIVATION": e.activation, "GATES": e.gates, "SCALE": e.scale}
     shape |= {"BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
     sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
-    sizes["PREFETCH_BYTES"] = data.numel() * data.itemsize if can_prefetch(data) else 0
     if rows == 1:
         if tile.num_splits > 1:
             raise ValueError(f"num_splits={tile.num_splits} for one row: only the inputs of several rows are split")

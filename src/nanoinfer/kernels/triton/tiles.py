@@ -97,8 +97,6 @@ COMBINE_WARPS = 1
 
 USE_PDL = True
 """Whether kernels start while the kernel before them still runs (launch.py), on devices that can do it."""
-USE_L2_PREFETCH = True
-"""Whether kernels bring weights to the L2 cache before they can use them, on the same devices."""
 
 
 def multiprocessors(device: torch.device) -> int:
