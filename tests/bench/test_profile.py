@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +23,14 @@ from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
-from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
 from nanoinfer.profiling.profiler import profile
-from nanoinfer.profiling.spans import PARTS, Spans, attached
+from nanoinfer.profiling.spans import PARTS, Spans
 from nanoinfer.utils.environment import waited_seconds
 
 Run = Callable[..., tuple[int, str, str]]
-BREAKDOWN = ["matrix products", "attention", "output head", "sampling", "everything else"]
 HERE = [name for name, spec in ENGINES.items() if spec.unavailable() is None and "cpu" in spec.devices]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, top_k=20, seed=3)
 
@@ -89,7 +86,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3", "gemma4"])
 def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, engine: str) -> None:
     if engine not in HERE:
         pytest.skip(f"{engine} is not built here")
@@ -126,23 +123,6 @@ def test_calls_are_those_of_the_model(llm: LLM) -> None:
     assert operators["aten::gelu"] == TINY.n_layer * 6
 
 
-def test_calls_are_those_of_another_family(tmp_path: Path) -> None:
-    """Norms on both sides and of queries and keys, a gated MLP, a norm of the embedding, and rotations."""
-    config = replace(
-        TINY, family="gemma3_text", n_inner=40, bias=False, norm="rms", norm_placement="both", qk_norm="head",
-        gated_mlp=True,
-        learned_positions=False, norm_weight="one_plus", attention_scale=0.5, embedding_scale=4.0, num_kv_heads=1,
-        layers=(LayerKind(None, Rotary(8)),) * TINY.n_layer,
-    )  # fmt: skip
-    for engine, norms in (("static", (6 * TINY.n_layer + 1) * 6), ("native", 0)):
-        p = profile(LLM(str(make_folder(tmp_path / engine, config)), engine=engine, device="cpu"), "Go", PARAMS)
-        calls = {row.name: row.calls for row in p.parts}
-        assert p.tells_apart
-        assert calls["matrix products"] == 5 * TINY.n_layer * 6
-        assert calls["attention"] == TINY.n_layer * 6
-        assert calls["norms"] == norms
-
-
 def test_decode_only_leaves_the_first_token_out(llm: LLM) -> None:
     whole = profile(llm, ["Go", "Hi"], PARAMS)
     p = profile(llm, ["Go", "Hi"], PARAMS, decode_only=True)
@@ -158,7 +138,7 @@ def test_without_a_seed_every_run_draws_the_same(llm: LLM) -> None:
     assert p.token_ids == [llm.generate("Go", SamplingParams(max_tokens=6, seed=0))[0].outputs[0].token_ids]
 
 
-@pytest.mark.parametrize("failing_call", [1, 5, 11, 16])  # in the warm-up (4 steps), for the clock, profiled
+@pytest.mark.parametrize("failing_call", [1, 5, 16])  # in the warm-up (4 steps), for the clock, profiled
 def test_an_error_leaves_nothing_behind(llm: LLM, failing_call: int) -> None:
     sampler, calls = llm.core._steps._sampler, []
 
@@ -176,13 +156,6 @@ def test_an_error_leaves_nothing_behind(llm: LLM, failing_call: int) -> None:
     assert before[1:3] == [[], []]
     llm.core._steps._sampler = sampler
     assert profile(llm, "Go", PARAMS).num_tokens == 6
-
-
-def test_inside_another_profiler_nothing_is_left(llm: LLM) -> None:
-    before = marks(llm)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), suppress(RuntimeError):
-        profile(llm, "Go", PARAMS)
-    assert marks(llm) == before
 
 
 def test_trace_is_json_with_the_spans(llm: LLM, tmp_path: Path) -> None:
@@ -207,23 +180,6 @@ def test_time_belongs_to_the_innermost_span() -> None:
     assert clock.calls == {"a": 1, "b": 2}
 
 
-def test_only_the_parts_asked_for_get_spans(llm: LLM) -> None:
-    clock = Spans()
-    with attached(llm.core, clock, ("matrix products",)):
-        llm.generate("Go", PARAMS)
-    assert set(clock.calls) == {"matrix products", "rest of the engine", "sampling"}
-
-
-def test_the_observer_sees_every_step_of_the_engine_and_the_sampler(llm: LLM) -> None:
-    clock = Spans()
-    with attached(llm.core, clock):
-        llm.generate(["Go", "To be"], PARAMS)
-    assert clock.calls["rest of the engine"] == clock.calls["sampling"] == 6
-    assert clock.calls["attention"] == 6 * TINY.n_layer
-    llm.generate("Go", PARAMS)
-    assert clock.calls["sampling"] == 6  # nothing is observed afterwards
-
-
 # A busy machine -----------------------------------------------------------------------------------------------
 
 
@@ -240,7 +196,7 @@ def test_the_time_that_threads_waited_is_read_from_the_kernel(tmp_path: Path) ->
         assert 0 <= now <= (waited_seconds() or 0)
 
 
-@pytest.mark.parametrize("waited", [0.0, 1e3, None])
+@pytest.mark.parametrize("waited", [1e3, None])
 def test_a_profile_says_that_its_threads_waited_for_cores(
     run: Run, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None
 ) -> None:
@@ -394,7 +350,6 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_path: Path, case: str) -> None:
-    from dataclasses import replace
 
     nobos = make_folder(tmp_path / "nobos", replace(TINY, bos_token_id=None))
     old = tmp_path / "old.json"

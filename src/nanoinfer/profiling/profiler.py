@@ -129,8 +129,6 @@ class Job:
     prompts: Prompt | Sequence[Prompt]
     params: SamplingParams
     decode_only: bool
-    parts: tuple[str, ...] = sp.PARTS
-    """The parts that get spans."""
 
     def run(self, spans: sp.Spans | None = None, recorder: AbstractContextManager[Any] | None = None) -> Measured:
         """Generate once.
@@ -174,7 +172,7 @@ class Job:
         if recorder is not None:
             stack.enter_context(recorder)
         if spans is not None:
-            stack.enter_context(sp.attached(self.llm.core, spans, self.parts))
+            stack.enter_context(sp.attached(self.llm.core, spans))
         start = self._now()
         if spans is not None:
             spans.enter(sp.HOST)
@@ -354,7 +352,7 @@ def measure_launches(
     # In a large batch, the first sequences decode during the prefill of the last ones: all must generate beyond that.
     tokens = 1 + DECODE_STEPS + batch * prompt_tokens // PREFILL_TOKENS
     sampling = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
-    job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), sampling, decode_only=True), parts=())
+    job = new_job(llm, random_prompts(llm, batch, prompt_tokens), sampling, decode_only=True)
     job.warm_up()
     recorder, spans, _ = job.recorded()
     counts = count(list(recorder.events()), spans.calls[sp.ENGINE], llm.config.n_layer)
