@@ -138,7 +138,7 @@ def test_results_keep_the_bandwidths() -> None:
     assert again.flops_per_sec == CACHED.flops_per_sec
     del kept["read_bytes_per_sec_by_size"]  # a file of an older version
     assert Ceiling.from_results(kept).bandwidth(150) == 10.0
-    for size, speed in (("0", 1.0), ("-1", 1.0), ("x", 1.0), ("9" * 30, 1.0), ("9" * 5000, 1.0), ("1", 0.0)):
+    for size, speed in (("0", 1.0), ("-1", 1.0), ("x", 1.0), ("9" * 5000, 1.0), ("1", 0.0)):
         with pytest.raises(ValueError):
             Ceiling.from_results(kept | {"read_bytes_per_sec_by_size": {size: speed}})
 

@@ -100,21 +100,11 @@ class Ceiling:
         """Return the ceiling of a results file; that of an older one has the speed of the main memory only.
 
         Raises:
-            ValueError: a value is missing or out of range.
+            KeyError, TypeError, ValueError: a value is missing, of another type or out of range.
         """
-        memory: Any = limits.get("read_bytes_per_sec")
-        flops: Any = limits.get("flops_per_sec")
-        by_size: Any = limits.get("read_bytes_per_sec_by_size", {})
-        if not _is_speed(memory):
-            raise ValueError(f"ceiling: read_bytes_per_sec is {show(memory)}")
-        for name, speeds in (("flops_per_sec", flops), ("read_bytes_per_sec_by_size", by_size)):
-            if not isinstance(speeds, Mapping) or not all(map(_is_speed, speeds.values())):
-                raise ValueError(f"ceiling: {name} is {show(speeds)}")
-        by_bytes = {int(size): speed for size, speed in by_size.items()}
-        if not all(0 < size < 1 << 63 for size in by_bytes):
-            raise ValueError(f"ceiling: read_bytes_per_sec_by_size has the sizes {show(list(by_bytes))}")
+        memory, flops = limits["read_bytes_per_sec"], dict(limits["flops_per_sec"])
+        by_bytes = {int(size): speed for size, speed in dict(limits.get("read_bytes_per_sec_by_size", {})).items()}
+        for name, numbers in (("speed", (memory, *flops.values(), *by_bytes.values())), ("size", by_bytes)):
+            if wrong := [number for number in numbers if not 1 <= number < 1e300]:
+                raise ValueError(f"ceiling: a {name} is {show(wrong[0])}")
         return Ceiling("file", memory, flops, "", bandwidth_by_bytes=by_bytes)
-
-
-def _is_speed(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= 1e300
