@@ -54,46 +54,35 @@ CASES: dict[str, tuple[bytes, list[str]]] = {
     "empty": (b"", ["magic"]),
     "no magic": (b"GGML" + GOOD[4:], ["does not begin with GGUF"]),
     "version 1": (header(0, 0, version=1), ["version is 1", "2 and 3"]),
-    "version 4": (header(0, 0, version=4), ["version is 4"]),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), ["big-endian"]),
     "2**63 tensors": (header(2**63, 0), ["9223372036854775808 tensors"]),
     "more tensors than fit": (header(3, 0, bytes(48)), ["3 tensors", "do not fit"]),
-    "2**64 - 1 entries": (header(0, 2**64 - 1), ["18446744073709551615 metadata entries"]),
     "a key of 2**63 bytes": (header(0, 1, struct.pack("<Q", 2**63) + bytes(99)), ["9223372036854775808 bytes"]),
     "a string of 2**63 bytes": (
         header(0, 1, string("k") + struct.pack("<IQ", STRING, 2**63) + bytes(99)),
         ["'k'", "9223372036854775808 bytes"],
     ),
-    "a string beyond the end": (header(0, 1, string("k") + struct.pack("<IQ", STRING, 999)), ["'k'", "999 bytes"]),
     "a key that is not UTF-8": (header(0, 1, string(b"\xff\xfe") + value(1)), ["UTF-8"]),
     "a string that is not UTF-8": (header(0, 1, string("k") + struct.pack("<I", STRING) + string(b"a\xc3")), ["UTF-8"]),
     "an unknown type": (header(0, 1, string("k") + struct.pack("<I", 13) + bytes(9)), ["'k'", "unknown type 13"]),
-    "an array of an unknown type": (header(0, 1, string("k") + array(77, 1, bytes(9))), ["'k'", "unknown type 77"]),
     "an array of arrays": (header(0, 1, string("k") + array(ARRAY, 1) + array(4, 1)), ["'k'", "array of arrays"]),
     "2**61 numbers": (header(0, 1, string("k") + array(10, 2**61, bytes(64))), ["2305843009213693952 numbers"]),
-    "2**60 strings": (header(0, 1, string("k") + array(STRING, 2**60, bytes(64))), ["1152921504606846976 strings"]),
     "a bool of 2": (header(0, 1, string("k") + struct.pack("<IB", 7, 2)), ["'k'", "neither 0 nor 1"]),
     "a key twice": (header(0, 2, (string("k") + value(1)) * 2), ["'k' is duplicated"]),
     "a tensor twice": (tensors(entry("t", (4,)), entry("t", (4,), offset=32)), ["'t' is duplicated"]),
     "no dimensions": (tensors(string("t") + struct.pack("<IIQ", 0, F32, 0), data=64), ["0 dimensions"]),
     "5 dimensions": (tensors(entry("t", (1,) * 5)), ["5 dimensions"]),
-    "2**32 - 1 dimensions": (tensors(string("t") + struct.pack("<I", 2**32 - 1) + bytes(64)), ["4294967295 dim"]),
     "an empty tensor": (tensors(entry("t", (4, 0))), ["'t' is [0, 4]"]),
     "2**63 rows": (tensors(entry("t", (1, 2**63))), ["9223372036854775808"]),
     "a product of 2**64": (tensors(entry("t", (2**32, 2**32))), ["'t' ends at byte 73786976294838206"]),
     "half a block": (tensors(entry("t", (48, 2), Q4_0)), ["[2, 48]", "a multiple of 32 (Q4_0)"]),
     "beyond the end": (tensors(entry("t", (65,))), ["'t' ends at byte", "download it again"]),
-    "an offset beyond the end": (tensors(entry("t", (4,), offset=1 << 40)), ["'t' ends at byte"]),
     "an offset of 2**64 - 32": (tensors(entry("t", (4,), offset=2**64 - 32)), ["'t' ends at byte"]),
     "an offset that is not aligned": (tensors(entry("t", (4,), offset=8)), ["offset 8", "multiple of 32"]),
     "overlapping tensors": (tensors(entry("t", (9,)), entry("u", (4,), offset=32)), ["'u' overlaps 't'"]),
-    "one tensor in another": (tensors(entry("t", (60,)), entry("u", (4,), offset=64)), ["'u' overlaps 't'"]),
     "IQ1_M": (tensors(entry("t", (256,), 29)), ["'t' has the format IQ1_M", "Q4_0"]),
-    "a type of no format": (tensors(entry("t", (256,), 5)), ["'t' has the format 5"]),
     "an alignment of 0": (gguf_bytes({"general.alignment": 0}, {}), ["general.alignment=0"]),
-    "an alignment of 24": (gguf_bytes({"general.alignment": 24}, {}), ["general.alignment=24"]),
     "an alignment of 2**31": (gguf_bytes({"general.alignment": 2**31}, {}), ["general.alignment=2147483648"]),
-    "an alignment in words": (gguf_bytes({"general.alignment": "32"}, {}), ["general.alignment='32'"]),
     "escape sequences": (header(0, 2, (string("\x1b[31m\n") + value(1)) * 2), ["\\x1b[31m\\n"]),
 }  # fmt: skip
 
@@ -275,7 +264,7 @@ def test_what_is_no_file_is_refused_at_once(make: str, tmp_path: Path) -> None:
     refuses(lambda: load_model(str(path)), "model.gguf", "pipe" if make == "mkfifo" else "config.json")
 
 
-@pytest.mark.parametrize("model", [np.array([3, 3], np.int32), np.array([], np.float32), ["a", "b"], 5])
+@pytest.mark.parametrize("model", [np.array([3, 3], np.int32), ["a", "b"], 5])
 def test_the_kind_of_a_tokenizer_is_a_string(model: Any, tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "a.gguf", model=model)
     refuses(lambda: load_tokenizer(str(path)), "tokenizer.ggml.model=", "only gpt2, llama and gemma4 are")

@@ -76,7 +76,7 @@ def test_parts_of_other_models_are_refused(write: Callable[..., Path]) -> None:
     def swap(metadata: list[dict[str, Any]], tensors: list[dict[str, Stored]]) -> None:
         metadata[1]["split.no"] = np.uint16(2)
 
-    refuses(lambda: read_gguf(part(write(swap).parent, 1)), "00002-of-00003.gguf: split.no=2, but its name says 1")
+    refuses(lambda: read_gguf(part(write(swap).parent, 1)), "00002-of-00003.gguf: split.no=2, but by its name it is 1")
 
     def another(metadata: list[dict[str, Any]], tensors: list[dict[str, Stored]]) -> None:
         del metadata[2]["split.count"]

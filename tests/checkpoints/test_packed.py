@@ -123,11 +123,9 @@ def test_the_file_is_unmapped_with_the_engine(tmp_path: Path) -> None:
 # The format --------------------------------------------------------------------------------------------------
 
 DIGESTS = {
-    "float32": "b5622bcda20914fa",
-    "bfloat16": "b5bab7d17b8b5201",
-    "float16": "81b8f5b13c8c4984",
+    "float32": "b5622bcda20914fa", "bfloat16": "b5bab7d17b8b5201", "float16": "81b8f5b13c8c4984",
     "int8": "5cdd2532a2bbc6e3",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", DIGESTS)
@@ -163,10 +161,8 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     ("format", "wrong"),
     [
         ("int8", {"engine": "static"}),
-        ("int8", {"engine": "recompute"}),
         ("int8", {"quantization": "int4"}),
         ("int4", {"quantization": "int8"}),
-        ("bfloat16", {"quantization": "int8"}),
         ("bfloat16", {"dtype": "float32"}),
         ("float32", {"dtype": "float16"}),
         ("int8", {"device": "cuda"}),
@@ -229,24 +225,18 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "version": (metadata("version", "3"), "version='3'"),
     "no formats": (metadata("version", "2"), "formats cannot be read"),
     "formats that are not a text": (blocks(5), "formats of 'formats' are 5"),
-    "formats that are not JSON": (blocks("{"), "formats cannot be read"),
     "formats of another type": (blocks("[]"), "formats of 'formats' are []"),
     "formats of no matrix": (blocks('{"x": [["q4_k", 64]]}'), "formats of 'x'"),
-    "no formats of a matrix": (wte([]), "transformer.wte.weight' are []"),
     "unknown format": (wte([["int8", TINY.vocab_size]]), "transformer.wte.weight' are [['int8'"),
-    "format of another type": (wte([[["q8_0"], TINY.vocab_size]]), "transformer.wte.weight"),
     "rows of another type": (wte([["q8_0", float(TINY.vocab_size)]]), "transformer.wte.weight"),
     "too few rows": (wte([["q8_0", 32]]), "transformer.wte.weight"),
     "too many parts": (wte([["q8_0", 16]] * 4), "transformer.wte.weight"),
     "another size of blocks": (wte([["q8_0", TINY.vocab_size]]), "transformer.wte.weight is uint8"),
-    "version of another type": (metadata("version", 1), "version=1"),
     "no version": (lambda header: header["__metadata__"].pop("version"), "version=None"),
     "weights": (metadata("weights", "int3"), "weights='int3'"),
-    "other weights": (metadata("weights", "float32"), "transformer.h.0.mlp.c_proj.weight"),
     "byte order": (metadata("byte_order", "big"), "byte_order='big'"),
     "format": (metadata("format", "pt"), "format"),
     "no metadata": (lambda header: header.pop("__metadata__"), "format"),
-    "metadata of another type": (lambda header: header.update(__metadata__=[1]), "format"),
     "missing layer": (rename("transformer.h.1.ln_1.bias", "transformer.h.7.ln_1.bias"), "3 layers"),
     "missing piece": (rename("transformer.h.1.ln_1.bias", "x"), "transformer.h.1.ln_1.bias is missing"),
     "dtype": (swap_dtype, "transformer.ln_f.weight"),

@@ -380,7 +380,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"quant_method": "fp8"}, "no tensor ends with .weight_scale_inv or .weight_scale"),
     ({"quant_method": "mxfp4"}, "no tensor ends with _blocks: its weights are not quantized: remove the field"),
     ({"quant_method": "compressed-tensors"}, "config_groups=None is not an object"),
-    ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups: 'a' does not say how weights"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups: 'a' has no object `weights`"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
     ({"quant_method": "compressed-tensors", "quantization_status": "calibration"}, "quantization_status='calibration'"),
     ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config={'a': 1} is not"),

@@ -203,7 +203,7 @@ WITH_IMAGES = {
     "llava_onevision": "qwen2", "vipllava": "llama", "internvl": "qwen2", "idefics3": "llama", "smolvlm": "llama",
     "qwen2_audio": "qwen2",
 }  # fmt: skip
-"""Models of texts and images or sounds whose text model is read -> its model_type where the config does not say it."""
+"""Models of texts and images or sounds whose text model is read -> its model_type where the config has none."""
 _SIZES = dict(zip(
     ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
      "max_position_embeddings"), (32000, 4096, 11008, 32, 32, 2048), strict=True,
@@ -231,7 +231,7 @@ _MISSING = {
     "mllama": "its layers of attention to images are not",
     "qwen3_next": "its layers of linear attention are not",
 }
-"""What of a model_type is not supported."""
+"""model_type -> the part of such models that is not supported."""
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
 _SHARED = (*_QUANTIZATION, "bos_token_id", "eos_token_id", "tie_word_embeddings")  # of both parts
 _BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
@@ -284,12 +284,12 @@ def read_config(path: Path, quantized: bool = False) -> ModelConfig:
 
 
 def _rounds_inputs(quantization: Any) -> bool:
-    """Return whether a quantization_config asks for BitNet's layers, whose inputs are rounded."""
+    """Return whether a quantization_config is that of BitNet's layers, whose inputs are rounded."""
     return isinstance(quantization, dict) and quantization.get("quant_method") == "bitnet"
 
 
 def quantization_of(path: Path) -> Any:
-    """Return how the `config.json` at `path` says that weights are quantized, not checked; None if it does not.
+    """Return the description of quantized weights in the `config.json` at `path`, not checked; None if it has none.
 
     Raises:
         NanoinferError: the file is missing or not a JSON object.

@@ -64,7 +64,7 @@ class LoadedModel:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of generation_config.json, not checked."""
     pooling: Pooling = field(default_factory=Pooling)
-    """How embeddings and scores are made."""
+    """The pooling of embeddings."""
     _gpt: Transformer | None = field(default=None, init=False, repr=False)
 
     @property

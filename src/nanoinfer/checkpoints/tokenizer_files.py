@@ -121,7 +121,7 @@ def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
 
 
 def _prepend_bos(core: Any, folder: Path, ids: dict[str, int]) -> None:
-    """Let prompts begin with the start token, if the folder says so."""
+    """Let prompts begin with the start token, if the folder's `add_bos_token` is true."""
     bos = special_tokens(folder).get("bos_token")
     if bos is not None and bos in ids and tokenizer_field(folder, "add_bos_token", False):
         prepend(core, bos, ids[bos])

@@ -48,7 +48,7 @@ class Weights:
     """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
 
     method: str | None = field(default=None, kw_only=True)
-    """How a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
+    """Method by which a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
     file_bytes: int = field(default=0, kw_only=True)
     """Size of the checkpoint's files; 0: not known."""
 
@@ -120,7 +120,7 @@ def check(
         stored: the tensors by their names in the file.
         source: the file or folder, for error messages.
         dtype: dtype to compute in.
-        family: how the model's tensors are stored; None: as `config.family` says.
+        family: how the model's tensors are stored; None: that of `config.family`.
 
     Raises:
         NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype.

@@ -1,4 +1,4 @@
-"""Attention over dense keys and values in PyTorch, as the layers of a model ask for it.
+"""Attention over dense keys and values in PyTorch, with the windows, scales and sinks of the layers of a model.
 
 The engines in PyTorch differ in where keys and values are, and all call `scaled_attention`, within
 `attention_backends`. Shapes: see transformer.py; K = number of heads of keys and values, S = number of keys.

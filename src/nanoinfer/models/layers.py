@@ -187,7 +187,7 @@ class PerLayerEmbedding(nn.Module):
 
 
 class AfterBlock(nn.Module):
-    """What follows a block: its layer's input is added, if the model has such inputs, and the sum is scaled.
+    """The end of a block: its layer's input is added, if the model has such inputs, and the sum is scaled.
 
     Args:
         config: of the model.

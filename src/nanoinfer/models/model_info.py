@@ -53,7 +53,7 @@ class ModelInfo:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
     pooling: Pooling = field(default_factory=Pooling)
-    """How embeddings and scores are made."""
+    """The pooling of embeddings."""
     has_head: bool = True
     """Whether it has an output head, and so generates text."""
 

@@ -2,7 +2,7 @@
 
 In some models, the keys and values of a layer are those of an earlier layer, which saves their memory and the products
 (cross-layer attention, Brandon et al. 2024; Gemma 3n and 4). In others, values are the keys before their norm and
-rotation, or have a norm (Gemma 4). `LayerKind` says which layer does.
+rotation, or have a norm (Gemma 4). `LayerKind` has the layers that do.
 
 Whoever reads GPT-2 can leave this file out: transformer.py selects it by one line.
 """

@@ -30,12 +30,12 @@ _GGUF = {0: "last", 1: "mean", 3: "last"}
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a model makes embeddings."""
+    """The pooling of a model that makes embeddings."""
 
     kind: str = "last"
     """One of POOLING_TYPES."""
     normalize: bool = True
-    """Whether embeddings are normalized unless a request says otherwise."""
+    """Whether embeddings are normalized unless a request overrides it."""
     unsupported: str = ""
     """Why the model's files cannot be followed, with the remedy; empty if they can."""
 
@@ -57,7 +57,7 @@ class Pooling:
 
 
 def read(folder: Path) -> Pooling:
-    """Return what the files of a folder say. What is malformed or unknown is the reason in `unsupported`."""
+    """Return the pooling of a folder's files. What is malformed or unknown is the reason in `unsupported`."""
     if not (path := folder / MODULES).is_file():
         return Pooling()
     try:
@@ -70,7 +70,7 @@ def read(folder: Path) -> Pooling:
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> Pooling:
-    """Return what the metadata of a GGUF file says."""
+    """Return the pooling of a GGUF file's metadata."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     if kind is None:
         return Pooling()

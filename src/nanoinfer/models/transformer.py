@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Tie the output head to the token embedding if the config says so; call it again after loading weights."""
+        """Tie the output head to the token embedding if the config ties them; call it again after loading weights."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 

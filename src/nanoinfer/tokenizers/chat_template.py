@@ -1,7 +1,7 @@
 """Chat templates: turn a list of messages into the text of a prompt, by the Jinja template that comes with a model.
 
 A template is a program from an untrusted file. Jinja's sandbox hides Python's internals from it, but bounds neither
-time nor memory: one filter or one multiplication can ask for any amount of both inside a single call, where no hook of
+time nor memory: one filter or one multiplication can take any amount of both inside a single call, where no hook of
 the interpreter runs. So a child process renders it (chat_template_worker.py), under limits of the operating system. It
 is started at the first rendering (about 60 ms), keeps the compiled template, and is replaced if a limit ended it.
 

@@ -422,7 +422,7 @@ def around(core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...]]:
 
 
 def prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
-    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
+    """Let prompts begin with a token. A tokenizer.json that is saved has the same."""
     surround(core, (token, token_id), None)
 
 

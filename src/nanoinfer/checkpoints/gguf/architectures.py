@@ -190,19 +190,19 @@ def _olmoe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp fixes what the file does not say: whether the chosen experts' weights are divided by their sum."""
+    """llama.cpp fixes what the file lacks: whether the chosen experts' weights are divided by their sum."""
     return _qwen(m, shape) | _experts(m, shape) | {"norm_topk_prob": m.arch != "qwen2moe"}
 
 
 def _gpt_oss(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp fixes what the file does not say: every second layer has a window, the first one included."""
+    """llama.cpp fixes what the file lacks: every second layer has a window, the first one included."""
     width = m.int_("expert_feed_forward_length", shape["intermediate_size"])
     rope = shape["rope_scaling"] or {"rope_type": "default"}
     return _experts(m, shape) | {"intermediate_size": width, "rope_scaling": rope}
 
 
 def _gemma3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp fixes what the file does not say: every sixth layer is global, the local base is 10,000.
+    """llama.cpp fixes what the file lacks: every sixth layer is global, the local base is 10,000.
 
     Files of Ollama have other names of bases; those with a vision part lack the scaling that such models have.
     """
@@ -220,7 +220,7 @@ def _gemma3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    at_27b = shape["num_hidden_layers"] == 46  # llama.cpp fixes what the file does not say
+    at_27b = shape["num_hidden_layers"] == 46  # llama.cpp fixes what the file lacks
     width = shape["hidden_size"] // shape["num_attention_heads"] if at_27b else shape["head_dim"]
     return {"query_pre_attn_scalar": width}
 
@@ -381,7 +381,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", interleaved=True),
     "seed_oss": Architecture("seed_oss", names={"ln_2": "post_attention_norm"}),
     "arcee": Architecture("arcee", interleaved=True),
-    # llama.cpp fixes what the file does not say: SiLU, and inputs of 8 bits in groups of its own
+    # llama.cpp fixes what the file lacks: SiLU, and inputs of 8 bits in groups of its own
     "bitnet": Architecture("bitnet", lambda m, shape: {"hidden_act": "silu"}),
     "deepseek2": Architecture("deepseek_v2", _deepseek, _DEEPSEEK, own_heads=True, interleaved=True, names=LATENT),
     "gpt2": Architecture("gpt2", _gpt2, joined=True, own_heads=True),

@@ -62,7 +62,7 @@ def check_target(path: Path, format: str, force: bool = False) -> None:
     """Check what can be checked before a model is loaded.
 
     Raises:
-        NanoinferError: the format is unknown; the file exists, and `force` does not say that it may be replaced.
+        NanoinferError: the format is unknown, or the file exists and `force` is false.
     """
     require_choice("format", format, tuple(FILE_TYPES))
     if path.exists() and not force:

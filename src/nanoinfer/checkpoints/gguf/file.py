@@ -66,7 +66,7 @@ class BlockTensor(StoredTensor):
         return math.prod(shape) // self.format.block_size * self.format.block_bytes
 
     def unfolded(self, count: int) -> StoredTensor:
-        """As `StoredTensor.unfolded`; of dense values if the new rows are no whole blocks."""
+        """Return `StoredTensor.unfolded`; dense values if the new rows are no whole blocks."""
         shape = (self.shape[0] * count, self.shape[1] // count)
         if shape[1] % self.format.block_size == 0:
             return super().unfolded(count)
@@ -74,7 +74,7 @@ class BlockTensor(StoredTensor):
 
     @property
     def block_format(self) -> str | None:
-        """As `StoredTensor.block_format`: what is not read as rows of blocks is rounded to Q8_0."""
+        """The format to compute in: what is not read as rows of blocks is rounded to Q8_0."""
         rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
         return self.format.name.lower() if rows and not self.format.rounded else "q8_0"
 
@@ -128,7 +128,7 @@ def read_gguf(path: Path) -> GGUFFile:
     for i, (file, part) in enumerate(zip(paths, parts, strict=True)):
         for key, expected in (("split.no", i), ("split.count", count)):
             if type(value := part.metadata.get(key)) is not int or value != expected:
-                raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but its name says {expected}")
+                raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but by its name it is {expected}")
         if twice := tensors.keys() & part.tensors.keys():
             raise NanoinferError(f"{escaped(file)}: tensor {show(min(twice))} is in another part too")
         tensors |= part.tensors

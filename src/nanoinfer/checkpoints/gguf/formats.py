@@ -4,8 +4,8 @@ A row of a tensor is a sequence of blocks; a block has scales (float16) and smal
 that of the structs in ggml (ggml-common.h), and the values are those of its `dequantize_row_*` (ggml-quants.c).
 https://github.com/ggml-org/ggml/tree/master/src
 
-A code of a block of IQ2_S, IQ3_XXS and IQ3_S stands for 4 or 8 magnitudes, each one of a few levels; bits say which are
-negative. The codebooks are those of ggml (iq2s_grid, iq3xxs_grid, iq3s_grid): their entries, read as numbers whose
+A code of a block of IQ2_S, IQ3_XXS and IQ3_S stands for 4 or 8 magnitudes, each one of a few levels; further bits are
+their signs. The codebooks are those of ggml (iq2s_grid, iq3xxs_grid, iq3s_grid): their entries, read as numbers whose
 first digit is the lowest, ascend, so that their differences are stored here.
 """
 
@@ -33,7 +33,7 @@ _E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.f
 
 @dataclass(frozen=True)
 class Format:
-    """How values are stored."""
+    """A way of storing values in blocks."""
 
     name: str
     block_size: int
@@ -99,7 +99,7 @@ def _q2_k(b: Bytes) -> Floats:
 def _q3_k(b: Bytes) -> Floats:
     high, low = _bits(b[:, :32], 1, 32), _bits(b[:, 32:96], 2, 32)
     scales = _bits(b[:, 96:104], 4, 8) | _bits(b[:, 104:108], 2, 4) << np.uint8(4)
-    values = low.astype(np.int8) - ((1 - high) << np.uint8(2)).astype(np.int8)  # the high bit says not to subtract 4
+    values = low.astype(np.int8) - ((1 - high) << np.uint8(2)).astype(np.int8)  # minus 4 if the high bit is 0
     return _grouped(_half(b[:, 108:110]) * (scales.astype(np.float32) - 32), values)
 
 
@@ -201,7 +201,7 @@ FORMATS: dict[int, Format] = {
 BY_NAME = {format.name: format for format in FORMATS.values()}
 
 OFFSETS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0, "TQ2_0": 1}
-"""What is added to the integers of a format before they are stored."""
+"""Format -> the number that is added to its integers before they are stored."""
 
 
 def assemble(name: str, scales: Floats, u: Bytes) -> Bytes:

@@ -34,7 +34,7 @@ JOINED = "ffn_gate_up_exps.weight"
 SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_exps.{}"}
 """Names in a file with such a tensor, after `split`."""
 STILL = 1e30
-"""What llama.cpp divides the frequencies of pairs by that do not turn."""
+"""Divisor of the frequencies of pairs that do not turn, as in llama.cpp."""
 
 
 ROWS = (

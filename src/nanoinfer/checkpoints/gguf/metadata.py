@@ -37,15 +37,15 @@ _NOT_USED: dict[str, tuple[float, ...]] = {
     "attn_logit_softcapping": (0,),
     "final_logit_softcapping": (0,),
 }
-"""Key -> the values that ask for nothing: as if the key were missing."""
+"""Key -> the values that have no effect, as if the key were missing."""
 _SAYS_NOTHING = re.compile(
     r"attention\.layer_norm(_rms)?_epsilon|rope\.(dimension_sections|freq_base_swa|scaling\.\w+)"
     r"|n_deepstack_layers|classifier\.output_labels|(vision|audio|mm)\..*"
 )
-"""Keys that ask for nothing where the architecture does not read them: of other norms, of the positions of images, of
+"""Keys without effect where the architecture does not read them: of other norms, of the positions of images, of
 windows or a scaling that the model lacks, of parts that do not run."""
 _OF_EXPERTS = re.compile(r"expert_(?!used_count)\w+|interleave_moe_layer_step|moe_every_n_layers")
-"""Keys that ask for nothing in a model without experts."""
+"""Keys without effect in a model without experts."""
 _MAX_LENGTH = 4096  # of a value: no architecture has more layers
 LONG = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 """Tensors with the divisors of longrope."""
@@ -198,7 +198,7 @@ def windows(m: Metadata, num_layers: int, step: int | None = None) -> dict[str, 
     Args:
         m: the metadata.
         num_layers: number of layers.
-        step: every how many layers one has no window if the file does not say it; None: it must.
+        step: every how many layers one has no window if the file has no pattern; None: it must have one.
     """
     if "attention.sliding_window" not in m:
         return {}

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Split:
-    """How text is split before BPE: each pattern splits the pieces of the one before."""
+    """A way of splitting text before BPE: each pattern splits the pieces of the one before."""
 
     patterns: tuple[str, ...]
     add_bos: bool = False
-    """Whether prompts begin with the start token if the file does not say it."""
+    """Whether prompts begin with the start token if the file has no `add_bos_token`."""
     whole_words: bool = False
     """Whether a piece that is a token stays whole, even if merges do not lead to it."""
     compose: bool = False
@@ -95,7 +95,7 @@ _ROWS = (
     ("tiny_aya cohere2moe", Split((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K), compose=True)),
     ("kimi-k2", Split((_KIMI_K2,), whole_words=True)),
     ("youtu", Split((_YOUTU_SCRIPTS, _cases(f"{_SHORT}?", r"\p{N}")), whole_words=True)),
-    # What llama.cpp uses for files of before May 2024, which do not say how text is split.
+    # What llama.cpp uses for files of before May 2024, which do not name a way of splitting.
     ("default", Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
 )
 SPLITS = {name: split for names, split in _ROWS for name in names.split()}

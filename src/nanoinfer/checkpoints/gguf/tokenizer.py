@@ -124,7 +124,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if vocabulary.flag("add_bos_token", add_bos) or "gemma4" in (
             kind,
             pre,
-        ):  # files of Gemma 4 say false by mistake
+        ):  # the key is false in files of Gemma 4, by mistake
             if bos is None:
                 raise NanoinferError(f"{PREFIX}add_bos_token is true, but there is no {PREFIX}bos_token_id")
             first = vocabulary.tokens[bos], bos
@@ -448,7 +448,7 @@ def _special_ids(
     if not ends and "eos" not in special:
         ends = [i for token, i in ids.items() if token == "\u00ff"]
     tokens = {i: token for token, i in ids.items()}
-    ends = ends[:1] + [i for i in ends[1:] if tokens.get(i) not in TURN_ENDS]  # readers know these by their names
+    ends = ends[:1] + [i for i in ends[1:] if tokens.get(i) not in TURN_ENDS]  # readers find these by their names
     if len(ends) > 3:
         log.warning("%d of the model's end tokens are left out: a GGUF file names three", len(ends) - 3)
     special |= zip(("eos", "eot", "eom"), ends, strict=False)

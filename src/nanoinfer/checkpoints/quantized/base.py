@@ -38,7 +38,7 @@ _EXACT = (("tq2_0", -1, 2), ("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 1
 
 
 class Codec(Protocol):
-    """How one matrix is stored."""
+    """The storage of one matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Codec(Protocol):
 
 
 class SeveralCodec(Codec, Protocol):
-    """How several matrices are stored as one tensor."""
+    """The storage of several matrices as one tensor."""
 
     def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
         """Return the codecs of parts. `split` is applied to the stored tensors, which have the rows of the matrices."""
@@ -93,7 +93,7 @@ class QuantizedTensor(StoredTensor):
         return [replace(self, shape=shape, first=self.first + i * shape[0]) for i in range(count)]
 
     def unfolded(self, count: int) -> StoredTensor:
-        """As `StoredTensor.unfolded`, of dense values: a row's scales may be those of several rows."""
+        """Return `StoredTensor.unfolded` of dense values: a row's scales may be those of several rows."""
         shape = (self.shape[0] * count, self.shape[1] // count)
         return ChangedTensor.of(self, shape, lambda values: values.reshape(shape))
 
@@ -259,7 +259,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the matrices of one folder are stored."""
+    """The storage of the matrices of one folder."""
 
     open: Callable[[Parts], Codec]
     """Check the tensors of a matrix and return its codec. Raises NanoinferError."""

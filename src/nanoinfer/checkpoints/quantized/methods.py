@@ -1,6 +1,6 @@
 """The quantized matrices of a folder: each method's config and tensors, and where they are among the stored ones.
 
-What is stored decides which layers are quantized: one with a plain weight is plain, whatever the config says. Values
+What is stored decides which layers are quantized: one with a plain weight is plain, whatever the config has. Values
 are those of the formula in exact arithmetic; references compute in float16 or in the dtype of the scales. Sources:
 
     fp8                 OCP 8-bit Floating Point (E4M3, E5M2) and Microscaling Formats (E8M0); DeepSeek-V3's
@@ -77,7 +77,7 @@ def scale_of(
 
 
 def float8(parts: Parts, scale: str, block: Sequence[int] | None) -> Codec:
-    """Return the codec of a matrix of FP8 numbers and their scales, which multiply them whatever their name says."""
+    """Return the codec of a matrix of FP8 numbers and their scales, which multiply them whatever their name is."""
     weight = parts.take(".weight", ("float8_e4m3fn", "float8_e5m2"), (None, None))
     rows, columns = weight.shape
     scales, rectangle = scale_of(parts, scale, (rows, columns), block)
@@ -365,7 +365,7 @@ def _compressed_tensors(f: Fields) -> Scheme:
     bits, blocks, activations = set[int](), set[tuple[int, ...]](), f.get("kv_cache_scheme") is not None
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-            raise NanoinferError(f"config_groups: {show(name)} does not say how weights are stored")
+            raise NanoinferError(f"config_groups: {show(name)} has no object `weights`")
         with about(f"config_groups: {show(name)}"):
             own = Fields(group)
             _check_format(own)
@@ -511,7 +511,7 @@ def dequantized(
 
 
 def _scheme(quantization: Any) -> tuple[str, Method, Scheme]:
-    """Return the method's name, the method, and what it says of this folder."""
+    """Return the method's name, the method, and its scheme for this folder."""
     if not isinstance(quantization, dict):
         raise NanoinferError(f"is {show(quantization)}, not an object")
     f = Fields(quantization)

@@ -1,4 +1,4 @@
-"""What a family of models says: how its config.json is read and written, and the names of its tensors.
+"""A family of models: the fields of its config.json, read and written, and the names of its tensors.
 
 A family is a constant in the file of its lineage, with a docstring, and a member of `FAMILIES` (__init__.py).
 docs/adding-a-family.md goes through one. The source of each is transformers, models/MODEL_TYPE (without "_text").
@@ -28,7 +28,7 @@ Biases = dict[str, tuple[tuple[str, ...], bool]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one of our tensors is made of stored ones: joined along the outputs, then its rows are reordered."""
+    """The stored tensors that make one of ours: joined along the outputs, then its rows are reordered."""
 
     parts: tuple[tuple[str, int], ...]
     """Name and number of rows of each stored tensor."""
@@ -38,7 +38,7 @@ class Recipe:
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
     folded: int = 1
-    """How many of our rows, or of the values of our vector, follow each other in a row of the stored matrix."""
+    """Number of our rows, or of the values of our vector, in a row of the stored matrix."""
 
     def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
         """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
@@ -57,7 +57,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one family are stored."""
+    """The storage of the models of one family."""
 
     model_type: str
     """model_type in config.json."""
@@ -73,7 +73,7 @@ class Family:
     biased: tuple[str, ...] = ()
     """Parts that always have biases: some of config.BIASES."""
     biases: Biases = field(default_factory=dict)
-    """Parts that have biases if a flag says so."""
+    """Parts that have biases if a flag is true."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of config.json that may only have these values, the first if missing."""
     harmless: tuple[str, ...] = ()

@@ -190,7 +190,7 @@ DEEPSEEK_V2 = LLAMA.derive(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     names=NAMES,
-    fixed={"head_size": 1},  # until `read_layers` knows it
+    fixed={"head_size": 1},  # until `read_layers` sets it
     without=("num_key_value_heads", "head_dim"),
     only=ONLY | {"mlp_bias": (False,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     harmless=HARMLESS,

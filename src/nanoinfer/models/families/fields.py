@@ -39,7 +39,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "use_resampler": (), "_sliding_window_pattern": (4,), "layer_switch": (4,), "use_embedding_sharing": (True,),
     "attention_softmax_in_fp32": (True,), "scale_attention_softmax_in_fp32": (True,), "scale_attn_weights": (True,),
 }  # fmt: skip
-"""Fields of published files that families do not read -> values with which they ask for nothing, as with null; of an
+"""Fields of published files that families do not read -> values with which they have no effect, as with null; of an
 empty tuple, false and 0."""
 ACTIVATIONS = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",

@@ -192,4 +192,4 @@ GEMMA4 = GEMMA3.derive(
 )
 """Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 
-The last layer is global whatever the config says."""
+The last layer is global whatever the config has."""

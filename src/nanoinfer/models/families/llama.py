@@ -79,7 +79,7 @@ BITNET = LLAMA.derive(
 )
 """BitNet b1.58: Llama with norms inside attention and MLP, squared ReLU, and inputs of 8 bits if the config quantizes.
 
-What rounds the inputs is not of the family: `quantization_config` asks for it (huggingface.py)."""
+What rounds the inputs is not of the family: `quantization_config` requests it (huggingface.py)."""
 
 ERNIE4_5 = LLAMA.derive(
     "ernie4_5",
