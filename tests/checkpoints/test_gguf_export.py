@@ -97,6 +97,7 @@ def same_config(found: ModelConfig, expected: ModelConfig) -> None:
 # Tensors and config --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly_if(lambda case: "-" in case)
 @pytest.mark.parametrize("case", ["gpt2", *KEPT, *EXTRA])
 def test_a_file_in_float32_is_the_same_model(case: str, tmp_path: Path) -> None:
     if case == "gpt2":
@@ -114,6 +115,7 @@ def test_a_file_in_float32_is_the_same_model(case: str, tmp_path: Path) -> None:
         assert not ours[name].float32().any() or name == "lm_head.weight"
 
 
+@pytest.mark.nightly_if(lambda case: "-" in case)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_gguf_cannot_express_is_named(case: str, tmp_path: Path) -> None:
     make_family(case, tmp_path / "hf")

@@ -113,16 +113,17 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         refuses(lambda: read_gguf(path), "model.gguf is not a valid GGUF file")
 
 
-def test_a_header_beyond_its_limit_is_not_read(tmp_path: Path) -> None:
+def test_a_header_beyond_its_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", limit := 1 << 20)
     path = tmp_path / "model.gguf"
     with open(path, "wb") as f:
-        f.write(header(0, 1, string("k") + array(0, MAX_HEADER_BYTES)))
-        f.truncate(3 * MAX_HEADER_BYTES)
-    refuses(lambda: read_gguf(path), str(MAX_HEADER_BYTES))
+        f.write(header(0, 1, string("k") + array(0, limit)))
+        f.truncate(3 * limit)
+    refuses(lambda: read_gguf(path), str(limit))
     with open(path, "wb") as f:
-        f.write(header(0, 2, string("k") + array(0, MAX_HEADER_BYTES - 50)))
-        f.truncate(3 * MAX_HEADER_BYTES)
-    refuses(lambda: read_gguf(path), f"beyond the first {MAX_HEADER_BYTES} bytes")
+        f.write(header(0, 2, string("k") + array(0, limit - 50)))
+        f.truncate(3 * limit)
+    refuses(lambda: read_gguf(path), f"beyond the first {limit} bytes")
 
 
 # Small files that would take much memory and time --------------------------------------------------------------

@@ -235,11 +235,6 @@ def _place(name: str | Path) -> Path:
     return path
 
 
-def is_local(name: str | Path) -> bool:
-    """Return whether a model is on this machine: a built-in one, or a path that exists."""
-    return _place(name).exists()
-
-
 def is_gguf(path: Path) -> bool:
     """Return whether a path is that of a GGUF file, by its name or its first bytes: Ollama's files have no suffix."""
     named = path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir()
