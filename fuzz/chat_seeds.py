@@ -162,7 +162,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": ["a", "b c"], "encoding_format": "base64", "dimensions": 2}),
     ("/v1/embeddings", {"input": [[1, 2], [3]], "truncate_prompt_tokens": 1}),
     ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
-    ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+
     ("/tokenize", {"messages": _TALK, "tools": [TOOL], "add_generation_prompt": True}),
     ("/v1/responses", {"instructions": "a", "input": _ITEMS, "tools": [{"type": "function", **TOOL["function"]}],
                        "tool_choice": "required", "max_output_tokens": 40, "seed": 1, "reasoning": {"effort": "low"}}),

@@ -271,7 +271,6 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (["shakespeare", "--replicas", "-1"], "replicas=-1 is not an integer in [1, 1024]"),
         (["shakespeare", "--replicas", "9", "--cores-per-replica", "999"], "is 8991 cores and this process has"),
-        (["shakespeare", "--replicas", "2", "--measure-roofline"], "measure_roofline is not supported with replicas"),
         pytest.param(
             ["shakespeare", "--replicas", "2", "--engine", "dynamic"],
             "replicas=2 needs engine native, and the engine is",

@@ -30,7 +30,7 @@ from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
 from nanoinfer.errors import TokensExcluded
-from nanoinfer.protocols.fields import EMBEDDINGS, RERANK, SCORE
+from nanoinfer.protocols.fields import EMBEDDINGS, RERANK
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 
@@ -147,7 +147,7 @@ def test_messages_go_through_the_template(run: Run, tmp_path: Path) -> None:
         "in.jsonl",
         {"messages": hi, "temperature": 0, "max_tokens": 4},
         openai(CHAT, messages=hi, temperature=0, max_completion_tokens=4, logprobs=True, top_logprobs=2),
-        openai(CHAT, messages=hi, temperature=0, max_tokens=4, logprobs=False, prompt_logprobs=0),
+        openai(CHAT, messages=hi, temperature=0, max_tokens=4, logprobs=False),
     )
     assert run("in.jsonl", "out.jsonl", "--logprobs", 3, model=tmp_path / "chat")[0] == 0
     own, theirs, without = read("out.jsonl")
@@ -167,10 +167,6 @@ def test_messages_go_through_the_template(run: Run, tmp_path: Path) -> None:
         assert (entry["token"], bytes(entry["bytes"]).decode(errors="replace")) == (best[0][0], best[0][0])
     (choice,) = without["response"]["body"]["choices"]
     assert (choice["message"]["content"], choice["logprobs"]) == (o.text, None)
-    found = [
-        None if step is None else [int(t) for t in step] for step in without["response"]["body"]["prompt_logprobs"]
-    ]
-    assert found == [None, *([token] for token in expected.prompt_token_ids[1:])]
     write("own.jinja", "{{ messages[-1].content }}")
     run("in.jsonl", "plain.jsonl", "--chat-template", "own.jinja", model=tmp_path / "chat")
     (plain,) = chat.generate(["Hi"], SamplingParams(temperature=0, max_tokens=4))
@@ -280,10 +276,9 @@ def test_openai_embeddings_and_scores(run: Run, llm: LLM) -> None:
         openai(EMBEDDINGS, input=texts, dimensions=4),
         {"prompt": "a", "max_tokens": 2},
         openai(RERANK, query="Go", documents=texts, top_n=1),
-        openai(SCORE, queries=texts, documents=texts),
     )
     assert run("in.jsonl", "out.jsonl", "--pooling-type", "mean")[0] == 0
-    embedded, generated, ranked, scored = read("out.jsonl")
+    embedded, generated, ranked = read("out.jsonl")
     mean = LLM(str(llm.model_name), pooling_type="mean")
     body = embedded["response"]["body"]
     expected = mean.embed(texts, PoolingParams(dimensions=4))
@@ -292,7 +287,6 @@ def test_openai_embeddings_and_scores(run: Run, llm: LLM) -> None:
     assert len(generated["outputs"][0]["token_ids"]) == 2
     (best,) = ranked["response"]["body"]["results"]
     assert (best["index"], best["relevance_score"]) == (1, pytest.approx(1.0))
-    assert [d["score"] for d in scored["response"]["body"]["data"]] == pytest.approx([1.0, 1.0])
 
 
 def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
@@ -300,11 +294,10 @@ def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
     write(
         "in.jsonl",
         openai(COMPLETIONS, prompt=["To be", [3, 4]], echo=True, logprobs=1, **given),
-        openai(COMPLETIONS, prompt="To be", echo=True, logprobs=0, **given | {"max_tokens": 0}),
         openai(COMPLETIONS, prompt="To be", n=2, best_of=4, **given),
     )
     assert run("in.jsonl", "out.jsonl", "--temp", 1, "--top-k", 0)[0] == 0
-    echoed, scored, best = (record["response"]["body"] for record in read("out.jsonl"))
+    echoed, best = (record["response"]["body"] for record in read("out.jsonl"))
     outputs = llm.generate(["To be", [3, 4]], SamplingParams(**given, logprobs=1, prompt_logprobs=1))
     for choice, output, prompt in zip(echoed["choices"], outputs, ["To be", llm.decode([3, 4])], strict=True):
         assert choice["text"] == prompt + output.outputs[0].text
@@ -312,8 +305,6 @@ def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
         values = [next(iter(step.values())).logprob for step in steps if step]
         assert choice["logprobs"]["token_logprobs"] == [None, *values]
         assert "prompt_logprobs" not in choice
-    assert (scored["choices"][0]["text"], scored["usage"]["completion_tokens"]) == ("To be", 0)
-    assert scored["choices"][0]["logprobs"]["token_logprobs"] == echoed["choices"][0]["logprobs"]["token_logprobs"][:5]
     (expected,) = llm.generate("To be", SamplingParams(**given, n=2, best_of=4))
     assert [c["text"] for c in best["choices"]] == [o.text for o in expected.outputs]
 

@@ -38,7 +38,6 @@ from nanoinfer.protocols.fields import (
     MESSAGES,
     RERANK,
     RESPONSES,
-    SCORE,
     TOKENIZE,
 )
 from nanoinfer.server import page_routes
@@ -152,7 +151,7 @@ CASES: dict[str, list[Route]] = {
     f"POST {COMPLETIONS}": [
         Route(PROMPT, waits=True),
         Route(PROMPT | {"stream": True, "n": 2, "logprobs": 2, "echo": True}, waits=True),
-        Route(PROMPT | {"prompt": ["a", "b"], "prompt_logprobs": 1, "best_of": 2}, waits=True),
+        Route(PROMPT | {"prompt": ["a", "b"], "best_of": 2}, waits=True),
         Route(PROMPT | {"n": 0}, status=400),
     ],
     f"POST {CHAT}": [Route(CHATTED, waits=True), Route(CHATTED | {"stream": True, "logprobs": True}, waits=True)],
@@ -169,10 +168,9 @@ CASES: dict[str, list[Route]] = {
         Route({"input": []}, status=400),
     ],
     f"POST {RERANK}": [Route({"query": "a", "documents": ["b", {"text": "c"}]}, waits=True)],
-    f"POST {SCORE}": [Route({"queries": "a", "documents": ["b", "c"]}, waits=True)],
     "GET /v1/models": [Route()],
     "GET /v1/models/{model:path}": [Route(path="/v1/models/m"), Route(path="/v1/models/x", status=404)],
-    f"POST {TOKENIZE}": [Route({"prompt": "To be", "return_token_strs": True}), Route({"messages": HI})],
+    f"POST {TOKENIZE}": [Route({"prompt": "To be"}), Route({"messages": HI})],
     f"POST {DETOKENIZE}": [Route({"tokens": [1, 2]})],
     "GET /tokenizer_info": [Route()],
     "GET /info": [Route()],

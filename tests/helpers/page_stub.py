@@ -35,7 +35,6 @@ INFO = {
     "quantization": "int8",
     "speculation": True,
     "shows_tools": False,
-    "roofline_tokens_per_sec": 400.0,
     "sampling_params": {"chat": {**SAMPLING, "max_tokens": None}, "completions": {**SAMPLING, "max_tokens": 16}},
     "page_sampling_params": {
         "chat": {"max_tokens": 1024, "temperature": 0.8, "top_k": 50},

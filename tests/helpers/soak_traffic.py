@@ -31,7 +31,6 @@ from nanoinfer.protocols.fields import (
     MESSAGES,
     RERANK,
     RESPONSES,
-    SCORE,
     TOKENIZE,
 )
 from nanoinfer.server.app import ROUTES
@@ -325,11 +324,6 @@ class Client:
         found = json.load(self.ask("POST", RERANK, body))["results"]
         assert {item["index"]: item["relevance_score"] for item in found} == dict(enumerate(self.expected.scores))
 
-    def score(self) -> None:
-        body = {"queries": PROMPTS[0], "documents": PROMPTS}
-        found = json.load(self.ask("POST", SCORE, body))["data"]
-        assert [item["score"] for item in found] == self.expected.scores
-
     def models(self) -> None:
         (listed,) = {model["root"] for model in self.get("/v1/models")["data"]}
         assert listed
@@ -355,7 +349,6 @@ VALID: dict[str, Callable[[Client], Any]] = {
     DETOKENIZE: Client.detokenize,
     EMBEDDINGS: Client.embed,
     RERANK: Client.rerank,
-    SCORE: Client.score,
     "/page/markdown": lambda client: client.ask("POST", "/page/markdown", {"text": "*a*"}).read(),
     **{path: (lambda client, path=path: client.get(path))
        for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},
@@ -436,7 +429,7 @@ class Abuser:
                     assert connection.getresponse().status in (200, 503)
 
     def strings_of_a_large_text(self) -> None:
-        self.post(TOKENIZE, {"prompt": MEGABYTE, "return_token_strs": True})
+        self.post(TOKENIZE, {"prompt": MEGABYTE})
 
     def logprobs_of_a_prompt(self) -> None:
         """Ask for the log-probabilities of a long prompt, once for each choice."""

@@ -189,7 +189,6 @@ def test_logprobs_of_completions(client: Client, top: int, echo: bool) -> None:
         assert choice["text"] == prompt + o.text
         assert steps(choice["logprobs"]) == expected
         assert choice["logprobs"]["text_offset"] == list(range(len(expected)))
-        assert "prompt_logprobs" not in choice
         mine = [c for c in chunks if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in mine) == prompt + o.text
         assert [step for c in mine for step in steps(c["logprobs"])] == expected
@@ -202,10 +201,9 @@ def test_log_probabilities_of_the_whole_vocabulary(client: Client, chat: Client)
     assert f"logprobs=-1, the whole vocabulary, is {len(CHARS)}; the server's max_logprobs is 20" in error["message"]
     wide = Client(client.llm, max_logprobs=len(CHARS))
     given: dict[str, Any] = {"prompt": "To be", "max_tokens": 2, "seed": 1}
-    for more in ({"echo": True}, {"prompt_logprobs": -1}, {}):
+    for more in ({"echo": True}, {}):
         (whole,) = wide.post(COMPLETIONS, **given, **more, logprobs=-1)["choices"]
-        counted = {name: len(CHARS) if value == -1 else value for name, value in more.items()}
-        assert wide.post(COMPLETIONS, **given, **counted, logprobs=len(CHARS))["choices"] == [whole]
+        assert wide.post(COMPLETIONS, **given, **more, logprobs=len(CHARS))["choices"] == [whole]
         assert len(whole["logprobs"]["top_logprobs"][-1]) == len(CHARS)
     chunks = [c["logprobs"] for chunk in wide.stream(COMPLETIONS, **given, logprobs=-1) for c in chunk["choices"]]
     assert [step for found in chunks for step in found["top_logprobs"]] == whole["logprobs"]["top_logprobs"]
@@ -229,14 +227,14 @@ def test_log_probabilities_of_parts_of_characters(tokenizer: Tokenizer, first: i
     """Such tokens have the same text, U+FFFD, and different bytes."""
     ids = [token for token in range(first, first + 256) if tokenizer.token_bytes(token) in (b"\xe2", b"\x98", b"\x83")]
     step = describe(tokenizer, {token: (-1.0 - i, i + 1) for i, token in enumerate(ids)})
-    (found,) = chat_logprobs([step], 3)["content"].plain()
+    (found,) = chat_logprobs([step], 3)
     texts = [entry["token"] for entry in found["top_logprobs"]]
     assert (texts, sorted(entry["bytes"] for entry in found["top_logprobs"])) == (["\ufffd"] * 3, [[131], [152], [226]])
     assert found["bytes"] == list(tokenizer.token_bytes(ids[0]))
-    lists = completion_logprobs([step], 3, lambda: 0)
-    assert [*lists["tokens"].plain()] == ["\ufffd"]
+    lists = completion_logprobs([step], 3, 0)
+    assert lists["tokens"] == ["\ufffd"]
     likely = {"\ufffd": -1.0, f"token_id:{ids[1]}": -2.0, f"token_id:{ids[2]}": -3.0}
-    assert [*lists["top_logprobs"].plain()] == [likely]
+    assert lists["top_logprobs"] == [likely]
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
@@ -253,24 +251,6 @@ def test_a_prompt_is_truncated(client: Client, more: dict[str, bool]) -> None:
     assert (status, error["param"]) == (400, "truncate_prompt_tokens")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_alone_is_scored(client: Client, stream: bool) -> None:
-    (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=1, prompt_logprobs=1))
-    given: dict[str, Any] = {"prompt": "To be", "max_tokens": 0, "echo": True, "logprobs": 1}
-    nothing = CompletionOutput(0, "", [], None, logprobs=[])
-    if stream:
-        first, last, usage = client.stream(COMPLETIONS, **given, stream_options={"include_usage": True})
-        assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("", "length")
-        (choice,), counts = first["choices"], usage["usage"]
-    else:
-        body = client.post(COMPLETIONS, **given)
-        (choice,), counts = body["choices"], body["usage"]
-        assert choice["finish_reason"] == "length"
-    assert choice["text"] == "To be"
-    assert steps(choice["logprobs"]) == expected_steps(expected, nothing, 1, True)
-    assert uncached(counts) == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
-
-
 def test_echo_without_logprobs(client: Client) -> None:
     (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=4, seed=1))
     given: dict[str, Any] = {"prompt": "To be", "max_tokens": 4, "seed": 1, "echo": True}
@@ -281,22 +261,12 @@ def test_echo_without_logprobs(client: Client) -> None:
     assert joined(chunks, 1) == [(choice["text"], "length")]
 
 
-def test_prompt_logprobs_and_token_ids(client: Client) -> None:
-    (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=4, seed=1, prompt_logprobs=2, n=2))
+def test_token_ids(client: Client) -> None:
+    (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=4, seed=1, n=2))
     given: dict[str, Any] = {"prompt": "To be", "max_tokens": 4, "seed": 1, "return_token_ids": True, "n": 2}
-    choices = client.post(COMPLETIONS, **given, prompt_logprobs=2)["choices"]
-    plain = [
-        None
-        if s is None
-        else {str(t): {k: v for k, v in asdict(p).items() if k != "token_bytes"} for t, p in s.items()}
-        for s in expected.prompt_logprobs or []
-    ]
-    for choice, o in zip(choices, expected.outputs, strict=True):
-        assert choice["prompt_logprobs"] == plain
+    for choice, o in zip(client.post(COMPLETIONS, **given)["choices"], expected.outputs, strict=True):
         assert (choice["token_ids"], choice["prompt_token_ids"]) == (o.token_ids, expected.prompt_token_ids)
         assert "draft_accepted" not in choice
-    status, error = client.error(COMPLETIONS, **given, prompt_logprobs=2, stream=True)
-    assert (status, error["param"]) == (400, "prompt_logprobs")
     chunks = [c for chunk in client.stream(COMPLETIONS, **given) for c in chunk["choices"]]
     for i, o in enumerate(expected.outputs):
         mine = [c for c in chunks if c["index"] == i]
@@ -430,18 +400,13 @@ def test_chats_are_those_of_chat(chat: Client) -> None:
         assert [t for c in mine for t in c.get("token_ids", [])] == o.token_ids
 
 
-def test_the_prompt_of_a_chat_has_log_probabilities_and_cached_tokens_beside_the_choices(chat: Client) -> None:
-    messages = [{"role": "user", "content": "Never asked before"}]
-    (expected,) = chat.llm.chat(messages, SamplingParams(max_tokens=1, seed=1, prompt_logprobs=1))
+def test_cached_tokens_of_a_chat_are_counted(chat: Client) -> None:
+    sent = {"messages": [{"role": "user", "content": "Never asked before"}], "max_tokens": 1, "seed": 1}
     chat.llm.reset_prefix_cache()
-    sent = {"messages": messages, "max_tokens": 1, "seed": 1}
-    body = chat.post(CHAT, **sent, prompt_logprobs=1)
-    plain = [None if s is None else {str(t): p.logprob for t, p in s.items()} for s in expected.prompt_logprobs or []]
-    assert [s and {t: p["logprob"] for t, p in s.items()} for s in body["prompt_logprobs"]] == plain
-    assert "prompt_logprobs" not in body["choices"][0]
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    usage = chat.post(CHAT, **sent)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
     *_, last = chat.stream(CHAT, **sent, stream_options={"include_usage": True})
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": len(plain) - 1}
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] - 1}
 
 
 def test_a_chat_without_max_tokens_ends_at_the_context_length(chat: Client) -> None:
@@ -738,8 +703,8 @@ def test_names_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tokenize_and_detokenize(client: Client, chat: Client) -> None:
     ids = client.llm.tokenize("To be")
-    found = client.post("/tokenize", prompt="To be", return_token_strs=True)
-    assert found == {"count": 5, "max_model_len": 32, "tokens": ids, "token_strs": list("To be")}
+    found = client.post("/tokenize", prompt="To be")
+    assert found == {"count": 5, "max_model_len": 32, "tokens": ids}
     assert client.post("/detokenize", tokens=ids) == {"prompt": "To be"}
     assert client.post("/tokenize", prompt="")["tokens"] == []
     rendered = chat.llm.apply_chat_template(HI)
@@ -766,16 +731,9 @@ def test_info(client: Client, chat: Client) -> None:
     assert found == {
         "model": "tiny", "has_chat_template": False, "reasoning_options": [], "block_size": 32, "engine": "native",
         "device": "cpu", "dtype": "float32", "weight_format": "float32", "quantization": None, "speculation": False,
-        "roofline_tokens_per_sec": None, "shows_tools": False,
+        "shows_tools": False,
     }  # fmt: skip
     assert chat.get("/info")["has_chat_template"] is True
-
-
-def test_info_has_the_limit_of_the_machine(client: Client, quick_ceiling: None) -> None:
-    measured = build_app(client.async_llm, ServerConfig(measure_roofline=True))
-    client = copy(client)
-    client.app = measured
-    assert client.get("/info")["roofline_tokens_per_sec"] > 1000
 
 
 def test_a_default_of_max_tokens_is_that_of_both_routes(chat: Client) -> None:
@@ -807,12 +765,11 @@ def test_the_openapi_document_has_the_fields_that_the_parser_knows(client: Clien
     assert document["openapi"] == "3.1.0"
     for path in (COMPLETIONS, CHAT):
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        sampling = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
+        sampling = [f.name for f in fields(SamplingParams) if f.name not in ("output_kind", "prompt_logprobs")]
         assert set(schema["properties"]) == {*TABLES[path], *sampling}
         assert schema["additionalProperties"] is False
         assert schema["properties"]["temperature"]["maximum"] == 1e6
-        numbers = ("logprobs" if path == COMPLETIONS else "top_logprobs", "prompt_logprobs")
-        assert [schema["properties"][name]["maximum"] for name in numbers] == [7, 7]
+        assert schema["properties"]["logprobs" if path == COMPLETIONS else "top_logprobs"]["maximum"] == 7
         assert schema["properties"]["n"] == {
             "type": ["integer", "null"], "minimum": 1, "maximum": 128, "default": 1,
             "description": "Outputs to return for each prompt, at most 128.",

@@ -18,9 +18,8 @@ pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.server import connections
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.connections import NUM_REFUSED, BoundedServer, uvicorn_options
+from nanoinfer.server.connections import BoundedServer, uvicorn_options
 from nanoinfer.server.limits import BoundRequests
 
 LIMITS = ("header_timeout_sec", "body_timeout_sec", "send_timeout_sec", "keep_alive_sec")
@@ -279,28 +278,12 @@ def test_a_malformed_second_request_ends_the_connection_alone() -> None:
         assert served.num_connections == 1
 
 
-def test_what_a_refused_client_sends_does_not_reset_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client sends its request at once, in parts, and reads the response after it has sent all."""
-    monkeypatch.setattr(connections, "_REFUSED_SEC", 30.0)  # longer than the client may have to wait for a CPU
-    with serving(max_connections=1, header_timeout_sec=30) as served, served.connect() as first:
-        served.until(lambda: served.num_connections == 1)
-        for _ in range(20):
-            with served.connect() as client:
-                for part in (HEAD, b"content-length: 200000\r\n\r\n", b"x" * 200_000):
-                    client.sendall(part)
-                    time.sleep(0.005)
-                assert response(client)[0] == 503
-                assert client.recv(1) == b""
-            served.until(lambda: served.num_connections == 1)
-        first.close()
-
-
 def test_refused_connections_do_not_stay_open() -> None:
     with serving(max_connections=1, header_timeout_sec=30) as served, served.connect() as first:
         served.until(lambda: served.num_connections == 1)
-        others = [served.connect() for _ in range(NUM_REFUSED + 20)]
+        others = [served.connect() for _ in range(20)]
         assert [response(client)[0] for client in others] == [503] * len(others)
-        assert served.num_connections <= 1 + NUM_REFUSED + 5  # some are being closed
+
         served.until(lambda: served.num_connections == 1)
         first.sendall(HEAD + b"content-length: 2\r\nconnection: close\r\n\r\nhi")
         assert response(first) == (200, b"hi")

@@ -35,7 +35,6 @@ from nanoinfer.protocols.fields import (
     MESSAGES,
     RERANK,
     RESPONSES,
-    SCORE,
     TOKENIZE,
 )
 from nanoinfer.server import connections
@@ -45,25 +44,21 @@ from nanoinfer.server.connections import MAX_CONNECTIONS, RESERVE, with_max_conn
 
 HI = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {
-    TOKENIZE: [{"prompt": "abc", "return_token_strs": True}, {"messages": HI}, {"prompt": "a" * 100_000}],
+    TOKENIZE: [{"prompt": "abc"}, {"messages": HI}, {"prompt": "a" * 100_000}],
     DETOKENIZE: [{"tokens": [1, 2]}],
     MESSAGES: [{"model": "tiny", "messages": HI, "max_tokens": 4, "stream": stream} for stream in (False, True)],
     COUNT_TOKENS: [{"model": "tiny", "messages": HI, "system": "b"}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
     RERANK: [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
     "/page/markdown": [{"text": "*a* [b](https://c)"}],
-    SCORE: [{"text_1": "a", "text_2": ["b", "c"]}],
     CHAT: [{"messages": HI, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
-    RESPONSES: [
-        {"input": "a", "max_output_tokens": 4, "stream": True},
-        {"input": "a", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]},
-    ],
+    RESPONSES: [{"input": "a", "max_output_tokens": 4, "stream": stream} for stream in (False, True)],
     COMPLETIONS: [
         {"prompt": "a"},
         {"prompt": ["a", "b"], "n": 2, "best_of": 3, "logprobs": 2, "echo": True},
         {"prompt": "a", "stream": True, "logprobs": 2, "stop": ["z"], "top_p": 0.9, "min_p": 0.1, "top_k": 9},
         {"prompt": "a", "max_tokens": 300, "overflow": "slide", "repetition_penalty": 1.2, "logit_bias": {"1": 2}},
-        {"prompt": "a", "prompt_logprobs": 1, "structured_outputs": {"regex": "[a-z]+"}},
+        {"prompt": "a", "structured_outputs": {"regex": "[a-z]+"}},
         {"prompt": "a", "structured_outputs": {"choice": ["a", "b"]}},
         {"prompt": 5},
         {"prompt": "a", "response_format": {"type": "json_object"}},  # no token has a brace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import threading
@@ -19,7 +18,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp
 
-from helpers.asgi import HOST, call, post, serve, until
+from helpers.asgi import call, post, serve
 from helpers.chat import chat_folder
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM
@@ -83,15 +82,13 @@ def chunks_of(content: bytes) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (TOKENIZE, {"prompt": PROMPT * 5, "return_token_strs": True}),
+        (TOKENIZE, {"prompt": PROMPT * 5}),
         (DETOKENIZE, {"tokens": [i % 50 for i in range(10_000)]}),
         (COMPLETIONS, ECHO),
         (COMPLETIONS, ECHO | {"stream": True}),
-        (COMPLETIONS, {**SLIDE, "prompt": PROMPT, "prompt_logprobs": 4, "n": 4}),
-        (COMPLETIONS, {**SLIDE, "prompt": PROMPT * 3, "return_token_ids": True, "n": 4, "stream": True}),
-        (COMPLETIONS, {**SLIDE, "prompt": PROMPT, "echo": True, "n": 4}),
+        (COMPLETIONS, {**SLIDE, "prompt": PROMPT, "return_token_ids": True, "n": 4, "stream": True}),
     ],
-    ids=["tokenize", "detokenize", "echo", "echo stream", "prompt_logprobs", "token ids", "echo text"],
+    ids=["tokenize", "detokenize", "echo", "echo stream", "token ids"],
 )
 def test_a_large_response_is_encoded_in_a_thread_in_slices(
     llm: LLM, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -104,79 +101,10 @@ def test_a_large_response_is_encoded_in_a_thread_in_slices(
     found = serve(llm, main)
     assert found.status == 200, found.content
     assert encoded.here < 5_000 < encoded.total  # the head of a stream, the last tokens
-    assert encoded.largest < 100_000
+    assert encoded.largest < 50_000
     assert max(map(len, found.parts)) < 2 * json_pieces.PIECE_BYTES
     if not body.get("stream"):
         json.loads(found.content)
-
-
-def test_a_prompt_is_encoded_once_for_all_its_choices(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {}
-    for stream in (False, True):
-        for n in (1, 4):
-            with monkeypatch.context() as patch:
-                encoded = Calls(json_pieces, "_encode", patch, len)
-
-                async def main(app: ASGIApp, model: AsyncLLM) -> Any:
-                    return await post(app, ECHO | {"n": n, "stream": stream})  # noqa: B023
-
-                content = serve(llm, main).content
-            sizes[n] = encoded.total
-            choices = (
-                json.loads(content)["choices"] if not stream else [c for c in chunks_of(content) if len(c["text"]) > 9]
-            )
-            assert [c["index"] for c in choices] == list(range(n))
-            assert len({json.dumps({**c, "index": 0}) for c in choices}) == 1
-            assert choices[0]["text"].startswith(PROMPT)
-            assert len(choices[0]["logprobs"]["top_logprobs"]) >= len(PROMPT)
-            assert choices[0]["logprobs"]["text_offset"][: len(PROMPT)] == list(range(len(PROMPT)))
-        assert sizes[4] - sizes[1] < 3 * (len(PROMPT) + 2000)  # the texts of the choices, not their log-probabilities
-
-
-def test_pieces_are_made_when_the_client_reads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not read keeps two pieces in memory, not the response."""
-    encoded = Calls(json_pieces, "_encode", monkeypatch, len)
-    body = [json.dumps(ECHO | {"logprobs": 20}).encode()]
-    sizes: list[int] = []
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        reads = asyncio.Event()
-
-        async def receive() -> Any:
-            if body:
-                return {"type": "http.request", "body": body.pop()}
-            await asyncio.sleep(3600)
-
-        async def send(message: Any) -> None:
-            sizes.append(len(message.get("body", b"")))
-            await reads.wait()
-
-        headers = [(name.encode(), value.encode()) for name, value in HOST.items()]
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "state": {}}
-        task = asyncio.create_task(app(scope, receive, send))
-        await until(lambda: len(sizes) == 1)
-        for _ in range(100):
-            await asyncio.sleep(0.001)
-        before = encoded.total
-        reads.set()
-        await task
-        assert before < 2 * json_pieces.PIECE_BYTES < encoded.total / 2
-
-    serve(llm, main, max_logprobs=20)
-    assert sum(sizes) > 10 * json_pieces.PIECE_BYTES
-
-
-def test_a_token_that_occurs_often_is_decoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = Calls(service.Service, "decode", monkeypatch, len)
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> Any:
-        return json.loads((await post(app, {"prompt": PROMPT, "return_token_strs": True}, TOKENIZE)).content)
-
-    found = serve(llm, main)
-    assert "".join(found["token_strs"]) == PROMPT
-    assert found["count"] == len(found["tokens"]) == len(PROMPT)
-    assert decoded.num == len(set(PROMPT))
-    assert decoded.here == 0
 
 
 @pytest.mark.parametrize("count", [2, 3000])
@@ -210,8 +138,8 @@ def test_a_large_body_is_read_and_checked_in_a_thread(chat: LLM, monkeypatch: py
         Calls(http, "parse_json", monkeypatch, lambda _: 1),
     ]
     requests: list[tuple[str, dict[str, Any]]] = [
-        (COMPLETIONS, {"prompt": [5] * 30_000, **SLIDE}),
-        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 3000, **SLIDE}),
+        (COMPLETIONS, {"prompt": [5] * 30_000, "truncate_prompt_tokens": -1, "max_tokens": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 3000, "truncate_prompt_tokens": -1, "max_tokens": 2}),
         (TOKENIZE, {"prompt": "a" * 70_000}),
         (DETOKENIZE, {"tokens": [5] * 30_000}),
     ]
@@ -263,7 +191,6 @@ def test_an_error_message_shows_the_beginning_of_a_large_value(llm: LLM) -> None
         (ECHO | {"stream": True}, ["makes 40040 log-probabilities"]),
         (ECHO | {"prompt": [PROMPT, "a"], "n": 1, "max_tokens": 1}, [" of 2: ", "makes 10"]),
         ({**SLIDE, "prompt": "a", "logprobs": 0, "max_tokens": 10_001}, ["logprobs=0 for 1 outputs", "makes 10001 "]),
-        ({**SLIDE, "prompt": PROMPT, "prompt_logprobs": 5}, ["prompt_logprobs=5", "makes 12000 "]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("max_logprob_entries", [10_000])
@@ -274,9 +201,8 @@ def test_more_log_probabilities_than_the_bound_are_refused_before_anything_is_sc
 
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
         found = await post(app, body)
-        name = "prompt_logprobs" if "prompt_logprobs" in body else "logprobs"
-        assert (found.status, found.error["param"]) == (400, name), found.content
-        for word in [*words, f"the server's max_logprob_entries is {max_logprob_entries}", f"lower {name}, n or"]:
+        assert (found.status, found.error["param"]) == (400, "logprobs"), found.content
+        for word in [*words, f"the server's max_logprob_entries is {max_logprob_entries}", "lower logprobs, n or"]:
             assert word in found.error["message"]
         assert submitted.num <= (len(body["prompt"]) if isinstance(body["prompt"], list) else 0)
         small = await post(app, body | {"prompt": "a", "n": 1, "max_tokens": 1})
@@ -304,42 +230,13 @@ def test_without_max_tokens_the_context_length_counts(chat: LLM) -> None:
     assert serve(chat, main, max_logprob_entries=entries - 1) == 400
 
 
-def test_a_prompt_that_slides_is_not_copied_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.server import limits
-
-    monkeypatch.setattr(limits, "MAX_SLIDING_TOKENS", 2000)
-    llm = LLM(str(make_folder(tmp_path)), engine="native", max_num_seqs=4)
-
+def test_of_a_prompt_that_slides_the_last_tokens_are_kept(llm: LLM) -> None:
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        assert (await post(app, {**SLIDE, "prompt": "a" * 2000})).status == 200
-        found = await post(app, {**SLIDE, "prompt": "a" * 1001, "n": 2})
-        assert (found.status, found.error["param"]) == (400, "prompt")
-        assert "the prompt has 1001 tokens, more than the context length, and n=2" in found.error["message"]
-        found = await post(app, {**SLIDE, "prompt": ["a" * 1500, "a" * 501]})  # a retry would not succeed
-        assert (found.status, found.error["param"]) == (400, "prompt")
-        found = await post(app, {**SLIDE, "prompt": "a" * 32, "n": 4})
-        assert found.status == 200
-
-    serve(llm, main)
-
-
-def test_prompts_that_slide_share_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanoinfer.server import limits
-
-    monkeypatch.setattr(limits, "MAX_SLIDING_TOKENS", 2000)
-    llm = LLM(str(make_folder(tmp_path)), engine="native", max_num_seqs=4)
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        first = asyncio.create_task(post(app, {**SLIDE, "prompt": "a" * 1500, "max_tokens": 10**6}))
-        while not model.num_unfinished_requests or not model.llm.core.published.num_running:
-            await asyncio.sleep(0.01)
-        found = await post(app, {**SLIDE, "prompt": "a" * 1000})
-        assert (found.status, found.error["code"]) == (429, "rate_limit_exceeded")
-        assert "1000 tokens of prompts that are longer than the context, with 1500 of" in found.error["message"]
-        assert (await post(app, {**SLIDE, "prompt": "a" * 500})).status == 200
-        first.cancel()
-        await asyncio.wait([first])
-        assert (await post(app, {**SLIDE, "prompt": "a" * 2000})).status == 200
+        (whole,) = json.loads((await post(app, {**SLIDE, "prompt": "a" * 10 + PROMPT + "b" * 48})).content)["choices"]
+        sent = {**SLIDE, "prompt": PROMPT + "b" * 48}
+        assert json.loads((await post(app, sent)).content)["choices"] == [whole]
+        found = json.loads((await post(app, {**SLIDE, "prompt": [5] * 3000, "n": 4})).content)
+        assert found["usage"]["prompt_tokens"] == llm.config.block_size
 
     serve(llm, main)
 

@@ -580,16 +580,15 @@ def request(num_prompts: int = 1, **params: Any) -> GenerationRequest:
     return GenerationRequest(SamplingParams(**params), [{"prompt": "a"}] * num_prompts)
 
 
-SMALL = ServerConfig(
-    max_sequences=8, max_logprobs=5, max_stop=2, max_bad_words=1, max_stop_chars=10, max_token_entries=3
-)
+SMALL = ServerConfig(max_sequences=8, max_logprobs=5)
+IDS = list(range(1024))
 
 
 @pytest.mark.parametrize(
     "allowed",
-    [request(8), request(2, n=4), request(2, n=2, best_of=4, logprobs=5), request(prompt_logprobs=5),
-     request(stop=["x" * 10, "y"]), request(logit_bias={1: 1, 2: 1, 3: 1}), request(stop_token_ids=[1, 2, 3]),
-     request(logprobs=-1, prompt_logprobs=-1), request(bad_words=["x" * 10]), request(allowed_token_ids=[1, 2, 3])],
+    [request(8), request(2, n=4), request(2, n=2, best_of=4, logprobs=5), request(logprobs=-1),
+     request(stop=["x" * 256] * 16), request(logit_bias=dict.fromkeys(IDS, 1)), request(stop_token_ids=IDS),
+     request(bad_words=["x" * 256] * 128), request(allowed_token_ids=IDS)],
 )  # fmt: skip
 def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> None:
     check_request(allowed, SMALL, block_size=4, vocab_size=5)
@@ -603,16 +602,13 @@ def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> Non
         (request(n=1, best_of=9), "best_of", "max_sequences=8"),
         (request(3, n=3), "prompt", "max_sequences=8"),
         (request(logprobs=6), "logprobs", "max_logprobs is 5"),
-        (request(prompt_logprobs=6), "prompt_logprobs", "max_logprobs is 5"),
-        (request(stop=["a", "b", "c"]), "stop", "max_stop is 2"),
-        (request(stop=["x" * 11]), "stop", "max_stop_chars is 10"),
-        (request(logit_bias={1: 1, 2: 1, 3: 1, 4: 1}), "logit_bias", "max_token_entries is 3"),
-        (request(stop_token_ids=[1, 2, 3, 4]), "stop_token_ids", "max_token_entries is 3"),
-        (request(allowed_token_ids=[1, 2, 3, 4]), "allowed_token_ids", "max_token_entries is 3"),
+        (request(stop=["a"] * 17), "stop", "the number of items in stop is 17; the server's limit is 16"),
+        (request(stop=["x" * 257]), "stop", "the length of a string in stop is 257; the server's limit is 256"),
+        (request(logit_bias=dict.fromkeys([*IDS, 1024], 1)), "logit_bias", "limit is 1024"),
+        (request(stop_token_ids=[*IDS, 1024]), "stop_token_ids", "limit is 1024"),
+        (request(allowed_token_ids=[*IDS, 1024]), "allowed_token_ids", "limit is 1024"),
         (request(logprobs=-1), "logprobs", "logprobs=-1, the whole vocabulary, is 6; the server's max_logprobs is 5"),
-        (request(prompt_logprobs=-1), "prompt_logprobs", "max_logprobs is 5"),
-        (request(bad_words=["a", "b"]), "bad_words", "the number of strings in bad_words is 2; .* max_bad_words is 1"),
-        (request(bad_words=["x" * 11]), "bad_words", "max_stop_chars is 10"),
+        (request(bad_words=["a"] * 129), "bad_words", "limit is 128"),
     ],
 )
 def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str, limit: str) -> None:

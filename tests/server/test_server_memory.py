@@ -23,7 +23,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.server_process import ServerProcess, serving
 from nanoinfer.protocols.fields import COMPLETIONS, EMBEDDINGS, MAX_INPUTS, TOKENIZE
-from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, MAX_SLIDING_TOKENS, NUM_ENTRIES_IN_FLIGHT
+from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
 
 pytestmark = [
@@ -102,14 +102,7 @@ def bodies(server: ServerProcess, stack: ExitStack) -> None:
 def long_texts(server: ServerProcess, stack: ExitStack) -> None:
     assert at_once(server, [{"prompt": MEGABYTE}] * IN_FLIGHT) == {400}
     for text in (MEGABYTE, WORST):
-        assert at_once(server, [{"prompt": text, "return_token_strs": True}] * 4, TOKENIZE) == {200}
-
-
-def sliding(server: ServerProcess, stack: ExitStack) -> None:
-    """Send prompts that are longer than the context; those that exceed the bound together are told to try again."""
-    body = {"prompt": MEGABYTE[: MAX_SLIDING_TOKENS // 4], "max_tokens": 4, "overflow": "slide"}
-    assert at_once(server, [body] * IN_FLIGHT) <= {200, 429}
-    assert ask(server, body) == 200  # those before have ended
+        assert at_once(server, [{"prompt": text}] * 4, TOKENIZE) == {200}
 
 
 def logprobs(server: ServerProcess, stack: ExitStack) -> None:
@@ -146,7 +139,6 @@ PARTS = {
         Part("a connection", CONNECTIONS * 64 * 1024, heads),
         Part("a request in flight", IN_FLIGHT * 12 * BODY, bodies),
         Part("a long text", 450 * BODY, long_texts),
-        Part("prompts beyond the context", 80 * MAX_SLIDING_TOKENS, sliding),
         Part("log-probabilities", 800 * NUM_ENTRIES_IN_FLIGHT * ENTRIES, logprobs),
         Part("embeddings", 16 * MAX_EMBEDDING_VALUES, embeddings),
         Part("compiled grammars", MAX_CACHED_BYTES, grammars),
@@ -175,7 +167,7 @@ def test_the_table_has_these_parts() -> None:
     assert promised("a connection") == "64 KiB"
     assert promised("a request in flight") == "12 × `--max-body-bytes`"
     assert promised("a long text") == "450 × `--max-body-bytes`, one at a time"
-    assert promised("prompts beyond the context") == "80 bytes × 1,048,576 tokens, all together"
+
     assert promised("log-probabilities") == "800 bytes × 4 × `--max-logprob-entries`, all together"
     assert promised("embeddings") == "16 bytes × 16,777,216 values, all together"
     assert promised("compiled grammars") == "256 MiB"

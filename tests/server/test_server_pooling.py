@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/rerank and /v1/score answer what the library returns, and refuse what they cannot do."""
+"""/v1/embeddings and /v1/rerank answer what the library returns, and refuse what they cannot do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers.asgi import call, serve
 from helpers.async_llm import freed
 from helpers.models import TINY
 from nanoinfer import LLM, AsyncLLM, NanoinferError, PoolingParams
-from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE
+from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, RERANK
 from nanoinfer.protocols.pooling import parse_pooling
 from nanoinfer.server import limits
 
@@ -73,7 +73,7 @@ def test_forms_of_input(llm: LLM, given: Any, prompts: list[Any]) -> None:
     assert [d["embedding"] for d in one(llm, EMBEDDINGS, body)["data"]] == expected
 
 
-def test_rerank_and_score(llm: LLM) -> None:
+def test_rerank(llm: LLM) -> None:
     scores = [o.outputs.score for o in llm.score("To be", TEXTS)]
     best = sorted(range(3), key=lambda i: -scores[i])
     found = one(llm, RERANK, {"query": "To be", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]})
@@ -82,13 +82,6 @@ def test_rerank_and_score(llm: LLM) -> None:
     assert found["usage"]["total_tokens"] == sum(len(llm.tokenize(t)) for t in TEXTS) + 3 * len(llm.tokenize("To be"))
     body = {"query": "To be", "documents": TEXTS, "top_n": 2, "return_documents": False}
     assert one(llm, RERANK, body)["results"] == [{"index": i, "relevance_score": scores[i]} for i in best[:2]]
-    for names in (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items")):
-        found = one(llm, SCORE, dict(zip(names, ("To be", TEXTS), strict=True)))
-        assert [(d["index"], d["object"], d["score"]) for d in found["data"]] == [
-            (i, "score", score) for i, score in enumerate(scores)
-        ]
-    each = one(llm, SCORE, {"text_1": TEXTS, "text_2": TEXTS})["data"]
-    assert [d["score"] for d in each] == pytest.approx([1.0] * 3)
 
 
 BAD: list[tuple[str, Any, str, str | None]] = [
@@ -110,9 +103,6 @@ BAD: list[tuple[str, Any, str, str | None]] = [
     (RERANK, {"query": "a"}, "documents is missing", "documents"),
     (RERANK, {"query": "a", "documents": [{"text": 5}]}, "documents: 5 is not a text", "documents"),
     (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1", None),
-    (SCORE, {"text_1": "a"}, "documents is missing", "documents"),
-    (SCORE, {"text_1": "a", "queries": "b", "text_2": "c"}, "given as queries and text_1", "queries"),
-    (SCORE, {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "2 queries, but 3 documents", "queries"),
 ]  # fmt: skip
 
 
@@ -169,13 +159,10 @@ def test_large_answers_are_written_in_pieces(llm: LLM) -> None:
     assert [d["embedding"] for d in one(llm, EMBEDDINGS, {"input": texts})["data"]] == expected
 
 
-ALIASES = dict.fromkeys(("text_1", "data_1"), "queries") | dict.fromkeys(("text_2", "data_2", "items"), "documents")
-
-
 def tables() -> Iterator[tuple[str, str]]:
     from nanoinfer.protocols.fields import TABLES
 
-    for url in (EMBEDDINGS, RERANK, SCORE):
+    for url in (EMBEDDINGS, RERANK):
         for name in TABLES[url]:
             yield url, name
 
@@ -186,11 +173,10 @@ def test_every_field_is_read(url: str, name: str) -> None:
     bodies = {
         EMBEDDINGS: {"input": "a"},
         RERANK: {"query": "a", "documents": ["b"]},
-        SCORE: {"queries": "a", "documents": ["b"]},
     }
     body = {**bodies[url], name: {"no": "such value"}}
     if name == "user":
         assert parse_pooling(url, body).num_results == 1
     else:
-        with pytest.raises(NanoinferError, match=ALIASES.get(name, name)):
+        with pytest.raises(NanoinferError, match=name):
             parse_pooling(url, body)

@@ -252,10 +252,10 @@ def test_bounds_of_a_request_are_400_with_the_field(llm: LLM) -> None:
         ({"n": 3, "prompt": ["a"] * 4}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"logprobs": 6}, "logprobs"),
-        ({"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": "a" * 300}, "stop"),
-        ({"logit_bias": {str(i): 1 for i in range(4)}}, "logit_bias"),
-        ({"stop_token_ids": [1, 2, 3, 4]}, "stop_token_ids"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"unknown\ud800": 1}, "unknown\ud800"),
@@ -267,9 +267,9 @@ def test_bounds_of_a_request_are_400_with_the_field(llm: LLM) -> None:
             assert (found.status, found.error["param"]) == (400, param), (change, found.content)
         deep = b'{"prompt":' + b"[" * 70 + b"]" * 70 + b"}"
         assert "at most 64 levels" in (await call(app, "POST", COMPLETIONS, body=deep)).error["message"]
-        assert (await call(app, "POST", COMPLETIONS, body=b"x" * 2001)).status == 413
+        assert (await call(app, "POST", COMPLETIONS, body=b"x" * 20_001)).status == 413
 
-    serve(llm, main, max_sequences=8, max_logprobs=5, max_stop=2, max_token_entries=3, max_body_bytes=2000)
+    serve(llm, main, max_sequences=8, max_logprobs=5, max_body_bytes=20_000)
 
 
 def test_unknown_paths_and_methods_are_errors_in_openai_shape(llm: LLM) -> None:
@@ -365,8 +365,6 @@ def test_a_full_disk_for_logs_does_not_end_requests(folder: Path) -> None:
         assert ask(url, SHORT | {"n": 0})[0] == 400
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 0
-        assert running.stderr is not None
-        assert running.stderr.read().count("lines of the access log /dev/full are discarded") == 1
 
 
 def test_keys_are_not_visible_in_the_list_of_processes(folder: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_structured_answer_is_parsed(client: Any) -> None:
 
 
 def test_refused_and_failed_requests(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="stores no responses") as refused:
+    with pytest.raises(openai.BadRequestError, match="previous_response_id") as refused:
         client.responses.create(input="Hi", previous_response_id="resp_1", **OPTIONS)
     assert refused.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError) as refused:

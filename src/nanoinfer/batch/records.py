@@ -28,7 +28,6 @@ from nanoinfer.protocols.shared import Decode
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, parse_json
-from nanoinfer.utils.json_pieces import plain
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 OWN_KEYS = (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id")
@@ -80,10 +79,10 @@ def to_bytes(record: Record) -> bytes:
         ResultError: a number in it is not finite.
     """
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
         return text.encode() + b"\n"
     except UnicodeEncodeError:  # half a surrogate pair in an id or a message
-        return json.dumps(record, allow_nan=False, default=plain).encode() + b"\n"
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
     except ValueError:
         raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32") from None
 
@@ -128,12 +127,12 @@ class OwnForm:
         made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
         for o in made:
             if "logprobs" in o:
-                o["logprobs"] = list(plain_logprobs(o["logprobs"]))
+                o["logprobs"] = plain_logprobs(o["logprobs"])
             if "message" in o:
                 o["message"] = asdict(o["message"])
         record = {**self._start, "outputs": made, "usage": usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = list(plain_logprobs(output.prompt_logprobs))
+            record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
         if output.num_dropped_tokens:
             record["num_dropped_tokens"] = output.num_dropped_tokens
         return record

@@ -14,20 +14,20 @@ from nanoinfer.sampling_params import MAX_LOGPROBS, RANGES, WHOLE_VOCABULARY, Sa
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-EMBEDDINGS, RERANK, SCORE = POOLING = "/v1/embeddings", "/v1/rerank", "/v1/score"
+EMBEDDINGS, RERANK = POOLING = "/v1/embeddings", "/v1/rerank"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = ANTHROPIC = "/v1/messages", "/v1/messages/count_tokens"
 """Routes in Anthropic's shape."""
 MAX_PROMPTS = 128
 """Prompts of one request to /v1/completions."""
 MAX_INPUTS = 2048
-"""Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank or /v1/score."""
+"""Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank."""
 MAX_TOOLS = 128
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")  # a request has stream
-_CHOSEN_ELSEWHERE = ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
+_OF_RESPONSE = ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
 SAMPLING_OF = {
-    **dict.fromkeys((COMPLETIONS, CHAT), SAMPLING),
-    RESPONSES: tuple(name for name in SAMPLING if name not in _CHOSEN_ELSEWHERE),
+    **dict.fromkeys((COMPLETIONS, CHAT), tuple(name for name in SAMPLING if name != "prompt_logprobs")),
+    RESPONSES: tuple(name for name in SAMPLING if name not in _OF_RESPONSE),
 }
 """The fields of SamplingParams that each route has."""
 
@@ -138,8 +138,7 @@ _TEMPLATE = {
     ),
     "tool_choice": Field(
         _CHOICE,
-        'Whether it calls one: none, auto (default), required, {"type": "function", "function": {"name": ...}}, or of'
-        ' some tools {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}.',
+        'Whether it calls one: none, auto (default), required, or {"type": "function", "function": {"name": ...}}.',
     ),
     "parallel_tool_calls": Field(_BOOL, "Whether an answer may have several calls (default: true)."),
     "enable_thinking": Field(_BOOL, "Variable of the chat template: whether the model shall reason."),
@@ -151,39 +150,20 @@ TEMPLATE = tuple(_TEMPLATE)
 _MESSAGES = Field(_list(_OBJECT, minItems=1), "The conversation: a role and a content each.")
 _TOP_LOGPROBS = {**_from(WHOLE_VOCABULARY), "maximum": MAX_LOGPROBS}
 
-STORED = ("background", "conversation", "previous_response_id", "prompt")
-"""Fields of /v1/responses that need a server which stores something."""
-_NOT_SUPPORTED = "Not supported: "
-"""Begins the description of a field whose rest is the end of the error about it."""
-_STORED = Field(
-    {}, f"{_NOT_SUPPORTED}this server stores no responses: send the whole conversation as input", neutral=()
-)
-LOGPROBS = "message.output_text.logprobs"
-INCLUDED = {LOGPROBS: "log-probabilities", "reasoning.encrypted_content": "no effect"}
-"""Values of include, and what they do."""
 _RESPONSES = {
     **_GENERATES,
     **{name: _TEMPLATE[name] for name in TEMPLATE if name in (
         "chat_template_kwargs", "parallel_tool_calls", "enable_thinking", "thinking_token_budget")},
     **dict.fromkeys(("client_metadata", "max_tool_calls", "prompt_cache_options"), _IGNORED),
-    **dict.fromkeys(STORED, _STORED),
-    "background": Field(_BOOL, _STORED.doc, neutral=(False,)),
+    "background": Field(_BOOL, "Responses are not stored.", neutral=(False,)),
     "input": Field(
         _either(_STRING, _list(_OBJECT, minItems=1)),
         "The user's message, or items: messages, function_call, function_call_output, reasoning.",
     ),
     "instructions": Field(_STRING, "System message before the input."),
     "max_output_tokens": Field(_from(1), "Maximum number of tokens to generate."),
-    "metadata": Field(
-        {**_OBJECT, "maxProperties": 16, "additionalProperties": {**_STRING, "maxLength": 512}},
-        "Returned in the response.",
-    ),
-    "include": Field(
-        _list({"enum": [*INCLUDED]}), "; ".join(f"{name}: {what}" for name, what in INCLUDED.items()) + "."
-    ),
-    "top_logprobs": Field(
-        _TOP_LOGPROBS, "Most likely tokens to return with their log-probabilities; -1: all tokens. It needs include."
-    ),
+    "metadata": Field(_OBJECT, "Returned in the response."),
+    "include": Field(_LIST, _IGNORED.doc, neutral=([], ["reasoning.encrypted_content"])),
     "stream_options": Field(_closed(include_obfuscation=_BOOL), "Without effect: streams are not obfuscated."),
     "text": Field(
         _closed(format=_closed(("type",), type=_FORMATS, **_SCHEMA), verbosity=_VERBOSITY),
@@ -198,8 +178,7 @@ _RESPONSES = {
     ),
     "tool_choice": Field(
         _CHOICE,
-        'Whether it calls one: none, auto (default), required, {"type": "function", "name": ...}, or of some of the'
-        ' tools {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}.',
+        'Whether it calls one: none, auto (default), required, or {"type": "function", "name": ...}.',
     ),
     "truncation": Field(_STRING, "A conversation that is too long is an error.", neutral=("disabled",)),
 }  # fmt: skip
@@ -209,10 +188,18 @@ _POOLED = {
     "user": _IGNORED,
     "truncate_prompt_tokens": Field(_from(-1), "Maximum number of tokens of an input; -1: the context length."),
 }
-_TEXTS = _either(_STRING, _list(_STRING, minItems=1, maxItems=MAX_INPUTS))
 
 _CONTENT = _either(_STRING, _list(_OBJECT))
 _FORMAT = _closed(("type", "schema"), type={"enum": ["json_schema"]}, schema=_OBJECT)
+_BLOCK = {"type": _STRING, "cache_control": {}}
+MESSAGE = _closed(("role", "content"), role={"enum": ["user", "assistant", "system"]}, content={})
+BLOCKS = {
+    "text": _closed(("text",), text=_STRING, **_BLOCK),
+    "thinking": _closed(("thinking",), thinking=_STRING, signature=_STRING, **_BLOCK),
+    "tool_use": _closed(("id", "name", "input"), id=_STRING, name=_STRING, input=_OBJECT, **_BLOCK),
+    "tool_result": _closed(("tool_use_id",), tool_use_id=_STRING, content={}, is_error=_BOOL, **_BLOCK),
+}
+"""Schemas of Anthropic's messages and blocks."""
 _TURNS = {
     "model": _QUEUE["model"],
     "messages": Field(
@@ -225,18 +212,22 @@ _TURNS = {
         _list({**_OBJECT, "required": ["name", "input_schema"]}, maxItems=MAX_TOOLS),
         "Tools that the model may use and the client runs: name, description, input_schema, which the input matches.",
     ),
-    "tool_choice": Field(_TYPED, "auto (default), any, tool with its name, or none; disable_parallel_tool_use."),
+    "tool_choice": Field(
+        _closed(
+            ("type",), type={"enum": ["auto", "any", "tool", "none"]}, name=_STRING, disable_parallel_tool_use=_BOOL
+        ),
+        "auto (default), any, tool with its name, or none; disable_parallel_tool_use.",
+    ),
     "thinking": Field(
-        _TYPED,
+        _closed(("type",), type={"enum": ["enabled", "disabled", "adaptive"]}, budget_tokens=_from(0), display=_STRING),
         "Whether the model shall reason: disabled, adaptive, or enabled with budget_tokens, after which it has to end.",
     ),
     "output_config": Field(
         _closed(effort=_STRING, format=_FORMAT),
         "effort is the variable reasoning_effort of the chat template; the text matches the schema of format.",
     ),
-    "output_format": Field(_FORMAT, "The older name of output_config.format."),
     **dict.fromkeys(("betas", "cache_control", "context_management"), _IGNORED),
-    "mcp_servers": Field(_LIST, f"{_NOT_SUPPORTED}this server calls no other one, leave it out", neutral=([], None)),
+    "mcp_servers": Field(_LIST, "This server calls no other one.", neutral=([],)),
 }
 
 TABLES: dict[str, dict[str, Field]] = {
@@ -244,7 +235,7 @@ TABLES: dict[str, dict[str, Field]] = {
         **_BOTH,
         "prompt": Field(_PROMPTS, f"A string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these."),
         "echo": Field(_BOOL, "Return the prompt before the output; with logprobs, its log-probabilities too."),
-        "suffix": Field(_STRING, f"{_NOT_SUPPORTED}the models here do not fill in, leave it out", ("",)),
+        "suffix": Field(_STRING, "The models here do not fill in.", ("",)),
     },
     CHAT: {
         **_BOTH,
@@ -277,7 +268,6 @@ TABLES: dict[str, dict[str, Field]] = {
         **_TEMPLATE,
         "prompt": Field(_STRING, "The text, instead of messages."),
         "add_special_tokens": Field(_BOOL, "Begin with the tokenizer's start token, if it has one (default: true)."),
-        "return_token_strs": Field(_BOOL, "Return the text of each token."),
     },
     DETOKENIZE: {"model": _QUEUE["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
     EMBEDDINGS: {
@@ -296,13 +286,6 @@ TABLES: dict[str, dict[str, Field]] = {
         "top_n": Field(_from(0), "Number of documents to return, the best; 0: all."),
         "return_documents": Field(_BOOL, "Return the documents' texts (default: true)."),
     },
-    SCORE: {
-        **_POOLED,
-        "queries": Field(_TEXTS, "A query for all documents, or one for each; other names: text_1, data_1."),
-        "documents": Field(_TEXTS, f"1 to {MAX_INPUTS} documents; other names: text_2, data_2, items."),
-        **dict.fromkeys(("text_1", "data_1"), Field(_TEXTS, "The same as queries.")),
-        **dict.fromkeys(("text_2", "data_2", "items"), Field(_TEXTS, "The same as documents.")),
-    },
 }
 """The fields of each route that are not fields of SamplingParams, or that have another type there."""
 REQUIRED: dict[str, list[str]] = {
@@ -315,7 +298,6 @@ REQUIRED: dict[str, list[str]] = {
     DETOKENIZE: ["tokens"],
     EMBEDDINGS: ["input"],
     RERANK: ["query", "documents"],
-    SCORE: [],
 }
 _INTEGERS = {name for name, (low, _) in RANGES.items() if isinstance(low, int)}
 """Fields of SamplingParams that are integers."""
@@ -336,8 +318,7 @@ def read_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name in table:
             neutral = table[name].neutral
             if neutral is not None and value not in neutral:
-                _, _, reason = table[name].doc.partition(_NOT_SUPPORTED)
-                raise FieldError(f"{name}={show(value)} is not supported: {reason or 'leave it out'}", name)
+                raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)
             given[name] = read_value(name, value, table[name].schema)
         elif name not in SAMPLING_OF.get(url, ()):
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)

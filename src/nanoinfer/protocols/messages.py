@@ -9,6 +9,7 @@ Anthropic's servers run: agents send it in each request, and work without it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,41 +19,24 @@ from typing import Any
 from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, text_instead_of
 from nanoinfer.outputs import CompletionOutput, RequestOutput, ToolCall
 from nanoinfer.protocols.errors import anthropic_error, as_sent, renamed, status_code
-from nanoinfer.protocols.fields import CHAT, MESSAGES, FieldError, read_fields
+from nanoinfer.protocols.fields import BLOCKS, CHAT, MESSAGE, MESSAGES, FieldError, read_fields, read_value
 from nanoinfer.protocols.requests import GenerationRequest, parse
-from nanoinfer.protocols.shared import Outputs, Part, Parts, Shape, StreamWriter, Write, parts_of
+from nanoinfer.protocols.shared import Outputs, Part, Parts, Shape, StreamWriter, parts_of
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import require_bool, show
-from nanoinfer.utils.json_pieces import Json, encode
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.json_pieces import encode
 
-_BLOCKS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}
+_KINDS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}
 """The types of blocks that the messages of a role have."""
 _RESULT = ("text", "image", "document")
 """The types of blocks that the result of a tool has. Images and documents become a text that says so."""
-_REQUIRED: dict[str, dict[str, type]] = {
-    "text": {"text": str},
-    "thinking": {"thinking": str},
-    "tool_use": {"id": str, "name": str, "input": dict},
-    "tool_result": {"tool_use_id": str},
-}
-"""The fields that a block must have."""
-_OPTIONAL: dict[str, dict[str, type]] = {
-    "thinking": {"signature": str},
-    "tool_result": {"content": object, "is_error": bool},
-}
 _BILLING = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that differs in each request: with it, no prefix would be found in the cache."""
-_NAMES = {str: "a string", dict: "an object", bool: "a bool"}
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
 """Fields of a chat, too."""
-_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-_TOOL_HINTS = ("defer_loading", "input_examples", "allowed_callers")
-"""Fields of a tool that are left out."""
-_NOT_RUN = re.compile(
-    r"(web_search|web_fetch|code_execution|tool_search_tool_(?:regex|bm25)|bash|text_editor|computer|memory|mcp_toolset)"
-    r"(?:_\d{8})?"
-)
-"""Types of tools that Anthropic's servers run, or that only Anthropic's models know."""
+_TOOL = ("name", "description", "input_schema", "strict")
+_TOOL_HINTS = ("type", "cache_control", "eager_input_streaming")
+"""Fields of a tool that have no effect. Others are left out, too, and named in the log."""
 _NOT_RUN_BLOCKS = re.compile(r"(server|mcp)_tool_use|\w+_tool_result|tool_reference")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SENT = {
@@ -100,42 +84,27 @@ def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, 
         FieldError: a field, or something in it, is unknown, missing or not supported.
     """
     given = read_fields(url, body)
-    made = {name: given[name] for name in _SAME if name in given}
-    made["messages"] = _conversation(given.get("system"), given["messages"], left_out)
-    if made["messages"] and made["messages"][-1]["role"] == "assistant":  # else all blocks are left out
-        if "tool_calls" in made["messages"][-1]:
+    chat = {name: given[name] for name in _SAME if name in given}
+    chat["messages"] = messages = _conversation(given.get("system"), given["messages"], left_out)
+    if messages and messages[-1]["role"] == "assistant":  # else all blocks are left out
+        if "tool_calls" in messages[-1]:
             raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
-        made |= {"continue_final_message": True, "add_generation_prompt": False}
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if "stop_sequences" in given:
-        made["stop"] = given["stop_sequences"]
+        chat["stop"] = given["stop_sequences"]
     if "tools" in given:
-        made["tools"] = [
-            tool for i, item in enumerate(given["tools"]) if (tool := _tool(item, f"tools[{i}]", left_out))
-        ]
+        tools = (_tool(item, f"tools[{i}]", left_out) for i, item in enumerate(given["tools"]))
+        chat["tools"] = [tool for tool in tools if tool is not None]
     if "tool_choice" in given:
-        made |= _tool_choice(given["tool_choice"], made.get("tools", ()))
+        chat |= _tool_choice(given["tool_choice"], chat.get("tools", ()))
     if "thinking" in given:
-        made |= _thinking(given["thinking"])
-    return made | _output(given.get("output_config", {}), given.get("output_format"))
+        chat |= _thinking(given["thinking"])
+    return chat | _output(given.get("output_config", {}))
 
 
 def _error(message: str) -> FieldError:
     """Return an error about a field. Anthropic's errors have no place for its name but the message."""
     return FieldError(message, None)
-
-
-def _a(kind: type, value: Any, where: str, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise _error(f"{where}={show(value)} is not {what}")
-    return value
-
-
-def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of an object that are not null. Raises FieldError for another name than `names`."""
-    found = {key: v for key, v in _a(dict, value, where, "an object").items() if v is not None}
-    if unknown := [key for key in found if key not in names]:
-        raise _error(f"{where}: the field {show(unknown[0])} is not supported: leave it out")
-    return found
 
 
 # Messages ------------------------------------------------------------------------------------------------
@@ -144,25 +113,24 @@ def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
 def _conversation(system: Any, messages: Any, left_out: set[str]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Those of the same role in succession are one, as Anthropic has it."""
     if not messages:
-        raise _error(f"messages={show(messages)} is not a list of one or more {{'role': ..., 'content': ...}}")
+        raise _error("messages=[] is not a list of one or more {'role': ..., 'content': ...}")
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     blocks = [] if system is None else _blocks(system, "system", "system", left_out)
     if kept := [block for block in blocks if not block["text"].startswith(_BILLING)]:
         turns.append(("system", kept))
     for i, message in enumerate(messages):
-        found = _object(message, f"messages[{i}]", ("role", "content"))
-        role = found.get("role")
-        if not isinstance(role, str) or role not in _BLOCKS:
-            raise _error(f"messages[{i}].role={show(role)} is not supported: use user, assistant or system")
-        blocks = _blocks(found.get("content"), f"messages[{i}].content", role, left_out)
+        where = f"messages[{i}]"
+        message = read_value(where, message, MESSAGE)
+        role = message["role"]
+        blocks = _blocks(message["content"], f"{where}.content", role, left_out)
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
-    made: list[dict[str, Any]] = []
+    chat: list[dict[str, Any]] = []
     for role, blocks in turns:
-        made += [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
-    return made
+        chat += [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
+    return chat
 
 
 def _blocks(content: Any, where: str, role: str, left_out: set[str]) -> list[dict[str, Any]]:
@@ -171,32 +139,30 @@ def _blocks(content: Any, where: str, role: str, left_out: set[str]) -> list[dic
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not (content or role == "assistant"):
         raise _error(f"{where}={show(content)} is neither a string nor a list of one or more blocks")
-    found = [_block(item, f"{where}[{i}]", f"role {role}", _BLOCKS[role], left_out) for i, item in enumerate(content)]
-    return [block for block in found if block is not None]
+    blocks = [_block(item, f"{where}[{i}]", f"role {role}", _KINDS[role], left_out) for i, item in enumerate(content)]
+    return [block for block in blocks if block is not None]
 
 
 def _block(item: Any, where: str, of: str, kinds: tuple[str, ...], left_out: set[str]) -> dict[str, Any] | None:
     """Return a checked block of something that has these kinds; None for one that is left out."""
-    kind = _a(dict, item, where, "an object").get("type")
+    kind = item.get("type") if isinstance(item, dict) else None
     if isinstance(kind, str) and _NOT_RUN_BLOCKS.fullmatch(kind):
         left_out.add("blocks of tools that Anthropic's servers run")
         return None
-    if not isinstance(kind, str) or kind not in kinds:
+    if kind not in kinds:
         reason = ", which only Anthropic can read," if kind == "redacted_thinking" else ""
         raise _error(f"{where}.type={show(kind)}{reason} is not supported for {of}: use {', '.join(kinds)}")
     if kind in ("image", "document"):
         return {"type": "text", "text": text_instead_of(kind)}
-    required, optional = _REQUIRED[kind], _OPTIONAL.get(kind, {})
-    found = _object(item, where, ("type", "cache_control", *required, *optional))
-    found.pop("cache_control", None)
-    for name, type_ in {**required, **optional}.items():
-        if name in required or name in found:
-            _a(type_, found.get(name), f"{where}.{name}", _NAMES.get(type_, ""))
-    if kind == "tool_result" and not isinstance(found.setdefault("content", ""), str):
-        parts = _a(list, found["content"], f"{where}.content", "a string or a list of text blocks")
-        inner = [_block(part, f"{where}.content[{i}]", "results", _RESULT, left_out) for i, part in enumerate(parts)]
-        found["content"] = "\n".join(part["text"] for part in inner if part is not None)
-    return found
+    block: dict[str, Any] = read_value(where, item, BLOCKS[kind])
+    block.pop("cache_control", None)
+    if kind == "tool_result" and not isinstance(block.setdefault("content", ""), str):
+        if not isinstance(block["content"], list):
+            raise _error(f"{where}.content={show(block['content'])} is not a string or a list of text blocks")
+        parts = enumerate(block["content"])
+        texts = [_block(part, f"{where}.content[{i}]", "results", _RESULT, left_out) for i, part in parts]
+        block["content"] = "\n".join(text["text"] for text in texts if text is not None)
+    return block
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -207,10 +173,10 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
         for b in blocks
         if b["type"] == "tool_use"
     ]
-    made: dict[str, Any] = {"role": "assistant", "content": texts or (None if calls else "")}
+    message: dict[str, Any] = {"role": "assistant", "content": texts or (None if calls else "")}
     if thoughts := [block["thinking"] for block in blocks if block["type"] == "thinking"]:
-        made["reasoning_content"] = "\n".join(thoughts)
-    return {**made, "tool_calls": calls} if calls else made
+        message["reasoning_content"] = "\n".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _user(role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -229,49 +195,42 @@ def _user(role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _tool(item: Any, where: str, left_out: set[str]) -> dict[str, Any] | None:
     """Return a tool of a chat; None for one that is left out."""
-    kind = _a(dict, item, where, "an object").get("type")
-    if isinstance(kind, str) and (found := _NOT_RUN.fullmatch(kind)):
-        left_out.add(f"tools of type {found[1]}")
+    if not isinstance(item, dict):
+        raise _error(f"{where}={show(item)} is not an object with name and input_schema")
+    if (kind := item.get("type")) not in (None, "custom"):
+        left_out.add(f"tools of type {show(kind)}")
         return None
-    if kind not in (None, "custom"):
-        raise _error(f"{where}.type={show(kind)} is not supported: the server runs no tools: give name, input_schema")
-    given = _object(item, where, (*_TOOL, *_TOOL_HINTS))
-    left_out.update(f"{name} of tools" for name in _TOOL_HINTS if given.get(name))
-    _a(dict, given.get("input_schema"), f"{where}.input_schema", "a JSON schema")
-    function = {name: given[name] for name in ("name", "description", "strict") if name in given}
-    return {"type": "function", "function": {**function, "parameters": given["input_schema"]}}
+    left_out.update(f"{name} of tools" for name in item if item[name] and name not in (*_TOOL, *_TOOL_HINTS))
+    if not isinstance(schema := item.get("input_schema"), dict):
+        raise _error(f"{where}.input_schema={show(schema)} is not a JSON schema")
+    function = {name: item[name] for name in ("name", "description", "strict") if item.get(name) is not None}
+    return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def _tool_choice(value: Any, tools: Any) -> dict[str, Any]:
-    given = _object(value, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
-    kind, name, alone = given.get("type"), given.get("name"), given.get("disable_parallel_tool_use", False)
-    require_bool("tool_choice.disable_parallel_tool_use", alone)
-    choice: Any = _CHOICES.get(kind) if isinstance(kind, str) else None
+def _tool_choice(choice: Mapping[str, Any], tools: Any) -> dict[str, Any]:
+    kind, name, options = choice["type"], choice.get("name"), {}
+    if choice.get("disable_parallel_tool_use"):
+        options["parallel_tool_calls"] = False
     if kind == "tool":
-        if not isinstance(name, str) or name not in [tool["function"].get("name") for tool in tools]:
+        if name not in [tool["function"].get("name") for tool in tools]:
             raise _error(f"tool_choice.name={show(name)} is the name of none of the {len(tools)} tools")
-        choice = {"type": "function", "function": {"name": name}}
-    if choice is None or (name is not None and kind != "tool"):
-        raise _error(f"tool_choice={show(value)} is not supported: its type is auto, any, tool with a name, or none")
-    if choice == "required" and not tools:
+        return {**options, "tool_choice": {"type": "function", "function": {"name": name}}}
+    if kind == "any" and not tools:
         raise _error("tool_choice.type='any' needs tools: give some")
-    return {"tool_choice": choice, "parallel_tool_calls": not alone}
+    return {**options, "tool_choice": _CHOICES[kind]}
 
 
-def _thinking(value: Any) -> dict[str, Any]:
-    given = _object(value, "thinking", ("type", "budget_tokens", "display"))  # display: the reasoning is always sent
-    kind, budget = given.get("type"), given.get("budget_tokens")
-    if kind not in ("enabled", "disabled", "adaptive") or (budget is None) == (kind == "enabled"):
+def _thinking(value: Mapping[str, Any]) -> dict[str, Any]:
+    kind, budget = value["type"], value.get("budget_tokens")
+    if (budget is None) == (kind == "enabled"):
         raise _error(f"thinking={show(value)}: its type is not enabled with budget_tokens, disabled or adaptive")
-    made = {"enable_thinking": kind != "disabled"}
-    return made if budget is None else {**made, "thinking_token_budget": budget}
+    enabled = {"enable_thinking": kind != "disabled"}
+    return enabled if budget is None else {**enabled, "thinking_token_budget": budget}
 
 
-def _output(config: Mapping[str, Any], older: Any) -> dict[str, Any]:
-    if older is not None and "format" in config:
-        raise _error("output_config.format and output_format are both given: give one")
+def _output(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {"reasoning_effort": config["effort"]} if "effort" in config else {}
-    if (form := config.get("format", older)) is not None:
+    if (form := config.get("format")) is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
     return fields
 
@@ -306,9 +265,9 @@ class EventWriter(StreamWriter):
         self._num_prompt: int | None = None  # of the first output
         self._num_output = 0
 
-    def events(self, found: Outputs, write: Write) -> Iterator[str]:
+    def events(self, new: Outputs) -> Iterator[str]:
         """Yield the events of new outputs."""
-        for _, output in found:
+        for _, output in new:
             if self._num_prompt is None:
                 self._num_prompt = len(output.prompt_token_ids)
                 message = _message(self._id, self._model, (), _NOT_STOPPED, _usage(self._num_prompt, 0, None))
@@ -336,7 +295,6 @@ class EventWriter(StreamWriter):
 
 
 SHAPE = Shape(parse_messages, message_body, EventWriter, messages_error)
-"""Of /v1/messages."""
 _NOT_STOPPED = {"stop_reason": None, "stop_sequence": None}
 
 
@@ -359,9 +317,9 @@ def _stop(request: GenerationRequest, o: CompletionOutput, num_output: int, call
 def _usage(num_prompt: int, num_output: int, num_reasoning: int | None) -> dict[str, Any]:
     """Return the token counts. Those of the prompt that were in the KV cache are not counted apart."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    found = {"input_tokens": num_prompt, **cached, "output_tokens": num_output}
+    counts = {"input_tokens": num_prompt, **cached, "output_tokens": num_output}
     details = {"output_tokens_details": {"thinking_tokens": num_reasoning}}
-    return found if num_reasoning is None else {**found, **details}
+    return counts if num_reasoning is None else {**counts, **details}
 
 
 def _block_of(part: Part, text: str) -> dict[str, Any]:
@@ -370,7 +328,7 @@ def _block_of(part: Part, text: str) -> dict[str, Any]:
         return {"type": "text", "text": text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": Json(text) if text else {}}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(text) if text else {}}
 
 
 def _part_event(verb: str, part: Part, text: str) -> str:

@@ -1,14 +1,13 @@
 """Bodies of responses of /v1/completions and /v1/chat/completions, chunks of streams.
 
 A chunk has the new text of one choice. What does not change is encoded once for each response, so a token costs one
-encoding of its text. Chat chunks have only deltas. The events of other routes say where a part of a message (reasoning,
-text or call) begins and ends, too:"""
+encoding of its text.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,8 +24,8 @@ from nanoinfer.outputs import (
 from nanoinfer.protocols.errors import as_sent, error_body, renamed
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS
 from nanoinfer.protocols.requests import GenerationRequest, num_top, parse
-from nanoinfer.protocols.shared import Decode, Outputs, Shape, StreamWriter, Write
-from nanoinfer.utils.json_pieces import Items, Joined, Text, encode, json_bytes
+from nanoinfer.protocols.shared import Decode, Outputs, Shape, StreamWriter
+from nanoinfer.utils.json_pieces import encode, json_bytes, json_strings
 
 Steps = Sequence[Mapping[int, Logprob] | None]
 """Log-probabilities of positions, for each the token first; None: a prompt's first token, which has no context."""
@@ -41,7 +40,7 @@ def response_body(
     created: int,
     decode: Decode,
 ) -> dict[str, Any]:
-    """Return the body of a successful response, for `json_strings`: what is large is made when it is written.
+    """Return the body of a successful response, for `json_strings`.
 
     Args:
         request: from `parse`.
@@ -53,16 +52,14 @@ def response_body(
     """
     choices = []
     for output in outputs:
-        prompt = PromptPart(request, output, decode)
-        choices += [_choice(request, o, prompt) for o in output.outputs]
+        prompt = _echoed(request, output, decode)
+        choices += [_choice(request, output, o, *prompt) for o in output.outputs]
     body = head(request, request_id, model, created) | {
         "choices": tuple({"index": i, **choice} for i, choice in enumerate(choices)),
-        "usage": usage(outputs, request.prompt_only) | prompt_details(sum(o.num_cached_tokens for o in outputs)),
+        "usage": usage(outputs) | prompt_details(sum(o.num_cached_tokens for o in outputs)),
     }
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
-    if request.chat and prompt.plain_logprobs is not None:
-        body["prompt_logprobs"] = prompt.plain_logprobs
     return body
 
 
@@ -86,7 +83,7 @@ def num_values(
     total = sum(
         len(o.token_ids) * (1 + num_top(params.logprobs, o.logprobs)) for output in outputs for o in output.outputs
     )
-    if in_prompt := request.echo + request.prompt_logprobs + request.return_token_ids:
+    if in_prompt := request.echo + request.return_token_ids:
         for output in outputs if prompts is None else prompts:
             top = num_top(params.prompt_logprobs, output.prompt_logprobs)
             total += params.n * in_prompt * len(output.prompt_token_ids) * (1 + top)
@@ -102,19 +99,20 @@ def check_finite(outputs: Sequence[RequestOutput]) -> None:
                     raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32")
 
 
-def usage(outputs: Sequence[RequestOutput], prompt_only: bool = False) -> dict[str, Any]:
-    """Return the token counts of a response. `prompt_only`: see `GenerationRequest`."""
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Return the token counts of a response."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = 0 if prompt_only else sum(len(o.token_ids) for output in outputs for o in output.outputs)
-    found = [o.num_reasoning_tokens for output in outputs for o in output.outputs if o.num_reasoning_tokens is not None]
-    return token_counts(num_prompt, num_output, sum(found) if found else None)
+    num_output = sum(len(o.token_ids) for output in outputs for o in output.outputs)
+    counts = [o.num_reasoning_tokens for output in outputs for o in output.outputs]
+    reasoning = [count for count in counts if count is not None]
+    return token_counts(num_prompt, num_output, sum(reasoning) if reasoning else None)
 
 
 def token_counts(num_prompt: int, num_output: int, num_reasoning: int | None = None) -> dict[str, Any]:
     """Return OpenAI's usage. `num_reasoning` of the output's tokens are those of reasoning; None: it has none."""
-    found = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
     details = {"reasoning_tokens": num_reasoning}
-    return found if num_reasoning is None else {**found, "completion_tokens_details": details}
+    return counts if num_reasoning is None else {**counts, "completion_tokens_details": details}
 
 
 def prompt_details(num_cached: int) -> dict[str, Any]:
@@ -126,15 +124,15 @@ def message_fields(o: CompletionOutput) -> dict[str, Any]:
     """Return the message of a chat's output."""
     if (message := o.message) is None:
         return {"role": "assistant", "content": o.text}
-    made: dict[str, Any] = {"role": "assistant", "content": message.content}
+    fields: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning is not None:
-        made |= reasoning_fields(message.reasoning)
+        fields |= reasoning_fields(message.reasoning)
     if message.tool_calls:
-        made["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    return made
+    return fields
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
@@ -148,9 +146,9 @@ def finish_reason_of(o: CompletionOutput) -> str | None:
     return "tool_calls" if calls and o.finish_reason == "stop" else o.finish_reason
 
 
-def plain_logprobs(found: Iterable[Mapping[int, Logprob] | None]) -> Iterator[dict[int, dict[str, Any]] | None]:
-    """Yield log-probabilities for JSON: for each position token id -> fields of `Logprob`."""
-    return (None if step is None else {token: _fields(entry) for token, entry in step.items()} for step in found)
+def plain_logprobs(steps: Steps) -> list[dict[int, dict[str, Any]] | None]:
+    """Return log-probabilities for batch files: for each position token id -> fields of `Logprob`."""
+    return [None if step is None else {token: _fields(entry) for token, entry in step.items()} for step in steps]
 
 
 def _fields(entry: Logprob) -> dict[str, Any]:
@@ -163,123 +161,84 @@ def token_fields(o: CompletionOutput) -> dict[str, Any]:
     return {"token_ids": o.token_ids, **({} if accepted is None else {"draft_accepted": accepted})}
 
 
-class PromptPart:
-    """What the choices of one prompt share: its text, tokens and log-probabilities, whose JSON is made once.
+def _echoed(request: GenerationRequest, output: RequestOutput, decode: Decode) -> tuple[str, dict[str, list[Any]]]:
+    """Return what echo puts before each output of a prompt: its text, and if they are computed its log-probabilities.
 
     Args:
         request: from `parse`.
         output: an output of the prompt.
         decode: returns the text of token ids.
     """
-
-    def __init__(self, request: GenerationRequest, output: RequestOutput, decode: Decode) -> None:
-        self._output, self._decode = output, decode
-        self._shortened = request.params.truncate_prompt_tokens is not None
-        keep = request.params.n > 1
-        self.token_ids = Items(lambda: output.prompt_token_ids, keep=keep)
-        self.echo = request.echo
-        """Whether it is returned before each output."""
-        self.logprobs: dict[str, Items] = {}
-        """Of its tokens, if it is returned with them, as `completion_logprobs` has them."""
-        self.plain_logprobs: Items | None = None
-        """Of its tokens, in vLLM's shape."""
-        if (steps := output.prompt_logprobs) is None:
-            return
-        if request.echo:
-            top = num_top(request.params.logprobs, steps)
-            first = decode(output.prompt_token_ids[:1])
-            self.logprobs = completion_logprobs(steps, top, lambda: 0, first, keep=keep)
-        if request.prompt_logprobs:
-            weight = 4 * (1 + num_top(request.params.prompt_logprobs, steps))
-            self.plain_logprobs = Items(lambda: plain_logprobs(steps), weight, keep=keep)
-
-    def text(self) -> str:
-        """Return its text."""
-        found = self._output.prompt
-        if found is None or self._shortened:
-            return self._decode(self._output.prompt_token_ids)
-        return found
-
-    def num_chars(self) -> int:
-        """Return the characters of its tokens, one by one, if they are returned."""
-        return sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
+    if not request.echo:
+        return "", {}
+    text, ids = output.prompt, output.prompt_token_ids
+    if text is None or request.params.truncate_prompt_tokens is not None:
+        text = decode(ids)
+    if (steps := output.prompt_logprobs) is None:
+        return text, {}
+    return text, completion_logprobs(steps, num_top(request.params.logprobs, steps), 0, decode(ids[:1]))
 
 
-def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart) -> dict[str, Any]:
-    if request.prompt_only:
-        o = replace(o, text="", logprobs=None if o.logprobs is None else [], finish_reason="length")
-    text, steps = o.text, o.logprobs
-    written: Any = Text(prompt.text, lambda: text) if prompt.echo else text
-    logprobs: Mapping[str, Any] | None = None
-    if steps is not None:
+def _choice(
+    request: GenerationRequest,
+    output: RequestOutput,
+    o: CompletionOutput,
+    prompt: str,
+    prompt_logprobs: Mapping[str, list[Any]],
+) -> dict[str, Any]:
+    logprobs: Mapping[str, list[Any]] | None = None
+    if (steps := o.logprobs) is not None:
         top = num_top(request.params.logprobs, steps)
         if request.chat:
-            logprobs = chat_logprobs(steps, top)
+            logprobs = {"content": chat_logprobs(steps, top)}
         else:
-            logprobs = completion_logprobs(steps, top, prompt.num_chars)
-            if prompt.logprobs:
-                logprobs = {name: Joined(prompt.logprobs[name], items) for name, items in logprobs.items()}
-    choice: dict[str, Any] = {"message": message_fields(o)} if request.chat else {"text": written}
+            before = sum(map(len, prompt_logprobs.get("tokens", ())))
+            logprobs = completion_logprobs(steps, top, before)
+            logprobs = {name: [*prompt_logprobs.get(name, ()), *items] for name, items in logprobs.items()}
+    choice: dict[str, Any] = {"message": message_fields(o)} if request.chat else {"text": prompt + o.text}
     choice |= {"logprobs": logprobs, "finish_reason": finish_reason_of(o)}
-    if prompt.plain_logprobs is not None and not request.chat:  # as vLLM has it: those of a chat are beside the choices
-        choice["prompt_logprobs"] = prompt.plain_logprobs
     if request.return_token_ids:
         choice |= token_fields(o)
         if not request.chat:
-            choice["prompt_token_ids"] = prompt.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
     return choice
 
 
-def completion_logprobs(
-    steps: Steps, top: int, before: Callable[[], int], first: str = "", *, keep: bool = False
-) -> dict[str, Items]:
+def completion_logprobs(steps: Steps, top: int, before: int, first: str = "") -> dict[str, list[Any]]:
     """Return the log-probabilities of a completion.
 
     Args:
         steps: of the positions.
         top: most likely tokens to return for each position.
-        before: returns the number of characters before the first position.
+        before: number of characters before the first position.
         first: text of the token without log-probabilities.
-        keep: see `Items`.
     """
-
-    def texts() -> Iterator[str]:
-        return (first if step is None else _text(*next(iter(step.items()))) for step in steps)
-
-    def values() -> Iterator[float | None]:
-        return (None if step is None else next(iter(step.values())).logprob for step in steps)
-
-    def most_likely() -> Iterator[dict[str, float] | None]:
-        for step in steps:
-            found = None
-            if step is not None:
-                token, found = next(iter(step)), {}
-                for t, e in step.items():
-                    if t == token or e.rank <= top:  # parts of characters may have the same text
-                        found[f"token_id:{t}" if (text := _text(t, e)) in found else text] = e.logprob
-            yield found
-
-    def offsets() -> Iterator[int]:
-        ends = accumulate(map(len, texts()), initial=before())
-        return (end for end, _ in zip(ends, steps, strict=False))
-
+    texts = [first if step is None else _text(*next(iter(step.items()))) for step in steps]
     return {
-        "tokens": Items(texts, keep=keep),
-        "token_logprobs": Items(values, keep=keep),
-        "top_logprobs": Items(most_likely, 2 * (1 + top), keep=keep),
-        "text_offset": Items(offsets, keep=keep),
+        "tokens": texts,
+        "token_logprobs": [None if step is None else next(iter(step.values())).logprob for step in steps],
+        "top_logprobs": [None if step is None else _most_likely(step, top) for step in steps],
+        "text_offset": [*accumulate(map(len, texts), initial=before)][:-1],
     }
 
 
-def chat_logprobs(steps: Steps, num_top: int) -> dict[str, Items]:
+def _most_likely(step: Mapping[int, Logprob], top: int) -> dict[str, float]:
+    """Return the log-probabilities of a position's token and of the most likely ones, by their texts."""
+    sampled, values = next(iter(step)), dict[str, float]()
+    for token, entry in step.items():
+        if token == sampled or entry.rank <= top:  # parts of characters may have the same text
+            text = _text(token, entry)
+            values[f"token_id:{token}" if text in values else text] = entry.logprob
+    return values
+
+
+def chat_logprobs(steps: Steps, num_top: int) -> list[dict[str, Any]]:
     """Return the log-probabilities of a chat's message. Each item of `steps` has the sampled token first."""
-
-    def content() -> Iterator[dict[str, Any]]:
-        for step in filter(None, steps):
-            by_rank = sorted(step.items(), key=lambda item: item[1].rank)[:num_top]
-            yield {**_token(*next(iter(step.items()))), "top_logprobs": [_token(*item) for item in by_rank]}
-
-    return {"content": Items(content, 8 * (1 + num_top))}
+    content = []
+    for step in filter(None, steps):
+        by_rank = sorted(step.items(), key=lambda item: item[1].rank)[:num_top]
+        content.append({**_token(*next(iter(step.items()))), "top_logprobs": [_token(*item) for item in by_rank]})
+    return content
 
 
 def _token(token: int, entry: Logprob) -> dict[str, Any]:
@@ -313,33 +272,29 @@ class ChunkWriter(StreamWriter):
         self._num_reasoning: int | None = None
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
-    def num_values(self, found: Outputs) -> int:
+    def num_values(self, new: Outputs) -> int:
         """Return about how many numbers and strings the chunks of new outputs have; 0 if a token has few."""
         num_prompts = 1 if self._request.chat else len(self._request.prompts)
         if self._request.params.logprobs is None and len(self._num_prompt) == num_prompts:
             return 0
-        new = [output for i, output in found if i not in self._num_prompt]
-        return num_values(self._request, [output for _, output in found], new)
+        begun = [output for i, output in new if i not in self._num_prompt]
+        return num_values(self._request, [output for _, output in new], begun)
 
-    def events(self, found: Outputs, write: Write) -> Iterator[str]:
+    def events(self, new: Outputs) -> Iterator[str]:
         """Yield the chunks of new outputs. Raises as `StreamWriter.events`."""
         request = self._request
-        for i, output in found:
+        for i, output in new:
             if i not in self._num_prompt:
                 self._num_prompt[i] = len(output.prompt_token_ids)
                 self._num_cached += output.num_cached_tokens
                 if self._begins:
-                    yield from self._first(i, output, write)
+                    yield from self._first(i, output)
             for o in output.outputs:
                 index = i * request.params.n + o.index
-                if request.prompt_only:
-                    if o.finish_reason is not None:
-                        yield self._plain(index, '""', '"length"')
-                    continue
                 self._num_output += len(o.token_ids)
                 if o.message_deltas is not None or o.logprobs is not None:
                     for choice in self._choices(index, o):
-                        yield from self._chunk(choice, write)
+                        yield from self._chunk((encode(choice),) if o.logprobs is None else json_strings(choice))
                 elif o.text or o.finish_reason or request.return_token_ids:
                     # else a part of a character, or of what may become a stop string
                     text = f'{{"content":{encode(o.text)}}}' if request.chat else encode(o.text)
@@ -361,21 +316,18 @@ class ChunkWriter(StreamWriter):
         """Number of tokens in the prompts, and generated."""
         return sum(self._num_prompt.values()), self._num_output
 
-    def _first(self, i: int, output: RequestOutput, write: Write) -> Iterator[str]:
+    def _first(self, i: int, output: RequestOutput) -> Iterator[str]:
         """Yield the first chunks of a prompt's choices: the role of a chat; with echo or token ids, the prompt."""
         request = self._request
-        prompt = PromptPart(request, output, self._decode)
-        ids = prompt.token_ids if request.return_token_ids else None
-        choice: dict[str, Any] = {"text": Text(prompt.text) if request.echo else ""}
-        if request.chat:
-            choice = {"delta": {"role": "assistant", "content": ""}}
-        choice |= {"logprobs": prompt.logprobs or None, "finish_reason": None}
+        prompt, logprobs = _echoed(request, output, self._decode)
+        choice: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}} if request.chat else {"text": prompt}
+        choice |= {"logprobs": logprobs or None, "finish_reason": None}
+        ids = output.prompt_token_ids if request.return_token_ids else None
         if ids is not None and not request.chat:
             choice |= {"token_ids": [], "prompt_token_ids": ids}
-        offset = prompt.num_chars()
         for index in range(i * request.params.n, (i + 1) * request.params.n):
-            yield from self._chunk({"index": index, **choice}, write, ids if request.chat else None)
-            self._offsets[index] = offset
+            yield from self._chunk(json_strings({"index": index, **choice}), ids if request.chat else None)
+            self._offsets[index] = sum(map(len, logprobs.get("tokens", ())))
 
     def _choices(self, index: int, o: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Yield the choices of an output's chunks: of a message one for each delta, and one for its end."""
@@ -397,23 +349,23 @@ class ChunkWriter(StreamWriter):
                     choice |= token_fields(o)
             yield choice
 
-    def _logprobs(self, index: int, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Items]:
+    def _logprobs(self, index: int, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, list[Any]]:
         request, top = self._request, num_top(self._request.params.logprobs, steps)
         if request.chat:
-            return chat_logprobs(steps, top)
+            return {"content": chat_logprobs(steps, top)}
         offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(steps, top, lambda: offset)
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
+        logprobs = completion_logprobs(steps, top, offset)
+        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         return logprobs
 
-    def _chunk(self, choice: Mapping[str, Any], write: Write, ids: Items | None = None) -> Iterator[str]:
-        """Yield a chunk: its choice, and the tokens of a chat's prompt."""
+    def _chunk(self, choice: Iterable[str], ids: list[int] | None = None) -> Iterator[str]:
+        """Yield a chunk: the JSON of its choice, and the tokens of a chat's prompt."""
         yield self._head
-        yield from write(choice)
+        yield from choice
         yield "]"
         if ids is not None:
             yield ',"prompt_token_ids":'
-            yield from write(ids)
+            yield from json_strings(ids)
         yield self._counted() if self._request.continuous_usage else self._end
 
     def _plain(self, index: int, text: str, finish_reason: str, more: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Bodies of requests to /v1/embeddings (OpenAI's), /v1/rerank (Jina's and Cohere's) and /v1/score (vLLM's)."""
+"""Bodies of requests to /v1/embeddings (OpenAI's) and /v1/rerank (Jina's and Cohere's)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 
 from nanoinfer.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from nanoinfer.pooling_params import PoolingParams
-from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE, FieldError, read_fields
+from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, FieldError, read_fields
 from nanoinfer.protocols.requests import prompts, queue_options
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.json_pieces import Items, Text
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
-_QUERIES, _DOCUMENTS = ("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class PoolingRequest:
     url: str
     params: PoolingParams
     inputs: Sequence[Any]
-    """The prompts of embeddings in the forms of `LLM.embed`; else the queries, one or as many as documents."""
+    """The prompts of embeddings in the forms of `LLM.embed`; else the query."""
     documents: Sequence[str] = ()
     model: Any = None
     priority: int = 0
@@ -44,7 +42,7 @@ class PoolingRequest:
 
 
 def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
-    """Read the body of a request to EMBEDDINGS, RERANK or SCORE.
+    """Read the body of a request to EMBEDDINGS or RERANK.
 
     Raises:
         FieldError: a field is unknown, missing, or has a bad value.
@@ -56,13 +54,6 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
     if url == EMBEDDINGS:
         as_base64 = given.get("encoding_format") == "base64"
         return PoolingRequest(url, params, _inputs(given["input"]), base64=as_base64, **common)
-    if url == SCORE:
-        queries, documents = _one_of(given, _QUERIES), _one_of(given, _DOCUMENTS)
-        if len(queries) not in (1, len(documents)):
-            raise FieldError(
-                f"{len(queries)} queries, but {len(documents)} documents: give one query, or one for each", "queries"
-            )
-        return PoolingRequest(url, params, queries, documents, **common)
     documents = [
         item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in given["documents"]
     ]
@@ -76,16 +67,6 @@ def _inputs(given: Any) -> list[dict[str, Any]]:
     for item in (value for prompt in inputs for value in prompt.values() if not value):
         raise FieldError(f"input={show(item)} is neither a text nor a list of token ids", "input")
     return inputs
-
-
-def _one_of(given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the texts that a request has under one of several names."""
-    found = [name for name in names if name in given]
-    if len(found) != 1:
-        what = "is missing" if not found else f"is given as {' and '.join(found)}"
-        raise FieldError(f"{names[0]} {what}: give one of {', '.join(names)}", names[0])
-    texts = given[found[0]]
-    return _texts([texts] if isinstance(texts, str) else texts, found[0])
 
 
 def _texts(given: Any, name: str) -> list[str]:
@@ -106,7 +87,7 @@ def pooling_body(
     model: str,
     created: int,
 ) -> dict[str, Any]:
-    """Return the body of a successful response, for `json_strings`: what is large is made when it is written.
+    """Return the body of a successful response, for `json_strings`.
 
     Args:
         request: from `parse_pooling`.
@@ -115,27 +96,23 @@ def pooling_body(
     """
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    scores = [output.outputs.score for output in outputs if isinstance(output, ScoringRequestOutput)]
-    if request.url == RERANK:
+    if request.url != EMBEDDINGS:
+        scores = [output.outputs.score for output in outputs if isinstance(output, ScoringRequestOutput)]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])  # of equal scores the first
         shown = [{"document": {"text": text}} if request.return_documents else {} for text in request.documents]
         results = tuple({"index": i, **shown[i], "relevance_score": scores[i]} for i in best[: request.top_n or None])
         return {"id": f"rerank-{request_id}", "model": model, "usage": usage, "results": results}
-    name, data = "score", [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    if request.url == EMBEDDINGS:
-        found = [_values(o.outputs.values, request.base64) for o in outputs if isinstance(o, EmbeddingRequestOutput)]
-        name, data = "embd", [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(found)]
-    head = {"id": f"{name}-{request_id}", "object": "list", "created": created, "model": model}
-    return {**head, "data": tuple(data), "usage": usage}
+    vectors = [_values(o.outputs.values, request.base64) for o in outputs if isinstance(o, EmbeddingRequestOutput)]
+    data = tuple({"index": i, "object": "embedding", "embedding": values} for i, values in enumerate(vectors))
+    head = {"id": f"embd-{request_id}", "object": "list", "created": created, "model": model}
+    return {**head, "data": data, "usage": usage}
 
 
-def _values(values: array[float], as_base64: bool) -> Items | Text:
+def _values(values: array[float], as_base64: bool) -> list[float] | str:
     """Return the values of an embedding: a list, or the base64 of float32 in little endian."""
-
-    def encoded() -> str:
-        little = array("f", values)
-        if sys.byteorder == "big":
-            little.byteswap()
-        return base64.b64encode(little.tobytes()).decode()
-
-    return Text(encoded) if as_base64 else Items(values.tolist)
+    if not as_base64:
+        return values.tolist()
+    little = array("f", values)
+    if sys.byteorder == "big":
+        little.byteswap()
+    return base64.b64encode(little.tobytes()).decode()

@@ -44,10 +44,6 @@ class GenerationRequest:
     """Only requests of the same salt share the keys and values of prefixes."""
     echo: bool = False
     """Whether the prompt is returned before the output."""
-    prompt_only: bool = False
-    """Whether max_tokens is 0. One token is generated, and not returned."""
-    prompt_logprobs: bool = False
-    """Whether prompt_logprobs are returned in vLLM's shape."""
     return_token_ids: bool = False
     response_format: str = ""
     """Its field that params.structured_outputs are made from; empty: it is not given, or text."""
@@ -86,20 +82,20 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured[0]}
     if url == CHAT:
         _convert_chat_fields(given, sampling)
-    options: dict[str, Any] = _options(given, streams)
-    if options["echo"] and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
-        options["prompt_only"], sampling["max_tokens"] = True, 1
+    options = _options(given, streams)
     options["response_format"] = structured[1] if structured is not None else ""
     try:
         params = with_fields(defaults, sampling)
     except NanoinferError as e:
         raise as_sent(e, response_format=options["response_format"]) from None
-    options["prompt_logprobs"] = params.prompt_logprobs is not None
-    if options["stream"]:
-        _check_stream(params, options)
-    if options["echo"] and params.logprobs is not None:
-        counts = (params.logprobs, params.prompt_logprobs or 0)
-        params = replace(params, prompt_logprobs=WHOLE_VOCABULARY if WHOLE_VOCABULARY in counts else max(counts))
+    if options["stream"] and params.num_sequences > params.n:
+        raise FieldError(
+            f"best_of={params.best_of} is more than n={params.n}: the outputs are chosen at the end and cannot be"
+            " streamed: leave stream or best_of out",
+            "best_of",
+        )
+    if options["echo"]:
+        params = replace(params, prompt_logprobs=params.logprobs)
     if url == CHAT:
         return GenerationRequest(params, messages=given["messages"], **options)
     return GenerationRequest(params, prompts("prompt", given["prompt"], MAX_PROMPTS), **options)
@@ -165,46 +161,10 @@ def queue_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of TEMPLATE that are given. Raises FieldError."""
     options = {name: given[name] for name in TEMPLATE if name in given}
-    return options | _tool_choice(options.get("tool_choice"), options.get("tools"))
-
-
-def _tool_choice(choice: Any, tools: Any) -> dict[str, Any]:
-    """Return tools and tool_choice for the forms that `LLM.chat` does not have: {"type": "auto"}, and allowed_tools."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind in ("none", "auto", "required"):
-        return {"tool_choice": kind}
-    if kind != "allowed_tools":
-        return {}
-    allowed = choice.get(kind)
-    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(named, list):
-        raise FieldError(
-            f"tool_choice={show(choice)} is not {{'type': 'allowed_tools', 'allowed_tools': {{'mode': 'auto' or"
-            " 'required', 'tools': [...]}}", "tool_choice",
-        )  # fmt: skip
-    names, given = [*map(_tool_name, named)], tools if isinstance(tools, list) else []
-    known = [*map(_tool_name, given)]
-    if unknown := [name for name in names if name not in known]:
-        raise FieldError(
-            f"tool_choice: {show(unknown[0])} is the name of none of the {len(given)} tools", "tool_choice"
-        )
-    return {"tools": [tool for tool, name in zip(given, known, strict=True) if name in names], "tool_choice": mode}
-
-
-def _tool_name(tool: Any) -> Any:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
-
-
-def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:
-    if params.num_sequences > params.n:
-        raise FieldError(
-            f"best_of={params.best_of} is more than n={params.n}: the outputs are chosen at the end and cannot be"
-            " streamed: leave stream or best_of out",
-            "best_of",
-        )
-    if options["prompt_logprobs"]:
-        raise FieldError("prompt_logprobs is not supported with stream=true: use echo and logprobs", "prompt_logprobs")
+    choice = options.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") in ("none", "auto", "required"):
+        options["tool_choice"] = choice["type"]
+    return options
 
 
 def _structured_outputs(response_format: Any) -> tuple[dict[str, Any], str] | None:
@@ -275,7 +235,6 @@ class TokenizeRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     """How to apply the chat template: the fields of TEMPLATE that are given."""
     add_special_tokens: bool = True
-    return_token_strs: bool = False
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:

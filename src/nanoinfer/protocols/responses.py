@@ -4,35 +4,22 @@ instructions "Be brief.", input "Hi"  ->  messages [{"role": "system", ...}, {"r
 reasoning, message of the assistant, function_call, function_call, in this order  ->  one message of the assistant
 
 The items of a response are the parts of its message: reasoning, message, function_call. In a stream each part begins,
-grows and ends, and its item and texts are in the events of its end and of the response's: these events are large, and
-are counted by `EventWriter.num_values`. Log-probabilities are those of all tokens of the answer until the text ends, as
-in chats.
+grows and ends, and its item and texts are in the events of its end and of the response's.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, only_text, text_instead_of
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, renamed, status_code
-from nanoinfer.protocols.fields import (
-    CHAT,
-    INCLUDED,
-    LOGPROBS,
-    RESPONSES,
-    SAMPLING_OF,
-    TABLES,
-    FieldError,
-    read_fields,
-)
-from nanoinfer.protocols.output import chat_logprobs, check_finite, num_values, token_counts, usage
-from nanoinfer.protocols.requests import GenerationRequest, num_top, parse
+from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES, FieldError, read_fields
+from nanoinfer.protocols.output import token_counts, usage
+from nanoinfer.protocols.requests import GenerationRequest, parse
 from nanoinfer.protocols.shared import (
     Decode,
     Outputs,
@@ -41,42 +28,29 @@ from nanoinfer.protocols.shared import (
     Shape,
     StreamWriter,
     Verb,
-    Write,
     event_bytes,
     parts_of,
 )
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.json_pieces import Items, json_strings
+from nanoinfer.utils.json_pieces import encode
 
-_CONVERTED = ("tools", "tool_choice", "top_logprobs")
-_SAME = ({*SAMPLING_OF[RESPONSES], *TABLES[RESPONSES]} & {*SAMPLING_OF[CHAT], *TABLES[CHAT]}) - {*_CONVERTED}
+_SAME = ({*SAMPLING_OF[RESPONSES], *TABLES[RESPONSES]} & {*SAMPLING_OF[CHAT], *TABLES[CHAT]}) - {"tools", "tool_choice"}
 """Fields that mean the same in a chat."""
 _RENAMED = {
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
     "messages": "input",
     "prompt": "input",
 }
+_CALLS = ("function_call", "function_call_output")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text",
           "summary_text": "text", "refusal": "refusal"}  # fmt: skip
 """Types of parts with a text, and the name of the text."""
-_NOT_RUN = re.compile(
-    r"(web_search(_preview)?|file_search|code_interpreter|image_generation|mcp|computer(_use_preview)?|(local_)?shell"
-    r"|apply_patch|namespace|tool_search)(_\d{4}_\d\d_\d\d)?"
-)
-"""Types of tools that OpenAI's server runs, or that only models which were trained for them know."""
-_NOT_RUN_ITEMS = re.compile(
-    r"(web_search|file_search|code_interpreter|image_generation|mcp|computer|(local_)?shell|apply_patch|tool_search)"
-    r"_(call|call_output|output)|mcp_(list_tools|approval_request|approval_response)"
-)
-CUSTOM_INPUT = "input"
-_CUSTOM = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
-           "additionalProperties": False}  # fmt: skip
-"""Parameters of the function that a custom tool, whose input is any text, becomes."""
+_NOT_RUN = re.compile(r"\w+_(call|call_output|output|list_tools|approval_request|approval_response)")
+"""Types of items, but for those of `_message`, that are about tools which OpenAI's server runs, or custom ones."""
 
 
 def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
@@ -84,7 +58,7 @@ def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> Genera
     given = read_fields(RESPONSES, body)
     chat = {name: value for name, value in given.items() if name in _SAME}
     left_out: set[str] = set()
-    chat |= {"messages": _messages(given, left_out), **_tools(given, left_out), **_formats(given), **_logprobs(given)}
+    chat |= {"messages": _messages(given, left_out), **_tools(given, left_out), **_formats(given)}
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     try:
@@ -102,17 +76,11 @@ def responses_as_sent(error: NanoinferError, request: GenerationRequest) -> Nano
 def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
     """Return what the response has of the request."""
     params = request.params
-    metadata = given.get("metadata", {})
-    if len(metadata) > 16 or not all(
-        isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in metadata.items()
-    ):
-        raise FieldError(f"metadata={show(metadata)} is not an object of at most 16 strings of 512 characters, with"
-                         " names of 64", "metadata")  # fmt: skip
     return {
         "background": False,
         "instructions": given.get("instructions"),
         "max_output_tokens": params.max_tokens if "max_output_tokens" in given else None,
-        "metadata": metadata,
+        "metadata": given.get("metadata", {}),
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
         "previous_response_id": None,
         "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
@@ -121,7 +89,7 @@ def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, A
         "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": tuple(given.get("tools", ())),
-        "top_logprobs": params.logprobs or 0,
+        "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
     }
@@ -138,13 +106,8 @@ def _tools(given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
         made["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
     choice: Any = made.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("function", "custom") and "name" in choice:
-        made["tool_choice"] = _named(choice)
-    elif kind == "allowed_tools" and isinstance(named := choice.get("tools"), list):
-        names = [
-            _named(tool) for tool in named if isinstance(tool, dict) and tool.get("type") in ("function", "custom")
-        ]
-        made["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
+    if kind == "function" and "name" in choice:
+        made["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(choice, dict) and kind not in ("none", "auto", "required"):
         raise FieldError(f"tool_choice={show(choice)} is not supported: use none, auto, required or {{'type':"
                          " 'function', 'name': ...}", "tool_choice")  # fmt: skip
@@ -154,25 +117,16 @@ def _tools(given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
 def _tool(item: Any, at: str, left_out: set[str]) -> dict[str, Any] | None:
     """Return a tool of a chat; None for one that is left out."""
     kind = item.get("type") if isinstance(item, dict) else None
-    if isinstance(kind, str) and (found := _NOT_RUN.fullmatch(kind)):
-        left_out.add(f"tools of type {found[1]}")
+    if not isinstance(kind, str):
+        raise FieldError(f"{at}: {show(item)} is not supported: give a list of functions, {{'type': 'function', 'name':"
+                         " ..., 'parameters': ...}", "tools")  # fmt: skip
+    if kind != "function":
+        left_out.add(f"tools of type {kind[:64]}")
         return None
-    if kind not in ("function", "custom"):
-        what = f"type={show(kind)}" if kind is not None else show(item)
-        raise FieldError(f"{at}: {what} is not supported: give a list of functions, {{'type': 'function', 'name': ...,"
-                         " 'parameters': ...}", "tools")  # fmt: skip
     function = {k: v for k, v in item.items() if k != "type" and v not in (None, False)}
     if function.pop("defer_loading", None):
         left_out.add("defer_loading of tools")
-    if kind == "custom":
-        if function.pop("format", {"type": "text"}) != {"type": "text"}:
-            left_out.add("the format of custom tools")
-        function = {**function, "parameters": _CUSTOM}
     return {"type": "function", "function": function}
-
-
-def _named(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,17 +140,6 @@ def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
     if (effort := given.get("reasoning", {}).get("effort")) is not None:
         fields["reasoning_effort"] = effort
     return fields
-
-
-def _logprobs(given: Mapping[str, Any]) -> dict[str, Any]:
-    include, num_top = given.get("include", []), given.get("top_logprobs", 0)
-    if any(name not in [*INCLUDED] for name in include):
-        raise FieldError(f"include={show(include)} is not a list of {' and '.join(INCLUDED)}", "include")
-    if LOGPROBS in include:
-        return {"logprobs": True, "top_logprobs": num_top}
-    if num_top != 0:
-        raise FieldError(f"top_logprobs={show(num_top)} needs include=['{LOGPROBS}']", "top_logprobs")
-    return {}
 
 
 # Messages --------------------------------------------------------------------------------------------------
@@ -214,8 +157,8 @@ def _messages(given: Mapping[str, Any], left_out: set[str]) -> list[dict[str, An
         messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if isinstance(kind, str) and _NOT_RUN_ITEMS.fullmatch(kind):
-            left_out.add(f"items of type {kind}")
+        if isinstance(kind, str) and kind not in _CALLS and _NOT_RUN.fullmatch(kind):
+            left_out.add(f"items of type {kind[:64]}")
         elif (message := _message(kind, item, f"input[{i}]")) is not None:
             _add(messages, message)
     return messages
@@ -230,14 +173,11 @@ def _message(kind: Any, item: Any, at: str) -> dict[str, Any] | None:
         if not text and item.get("encrypted_content"):
             raise FieldError(f"{at}: encrypted_content cannot be read: send the item with its content", "input")
         return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
-    if kind in ("function_call", "custom_tool_call"):
-        argument = "arguments" if kind == "function_call" else CUSTOM_INPUT
-        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", argument))
-        if argument == CUSTOM_INPUT:
-            arguments = json.dumps({CUSTOM_INPUT: arguments}, ensure_ascii=False)
+    if kind == "function_call":
+        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", "arguments"))
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind in ("function_call_output", "custom_tool_call_output"):
+    if kind == "function_call_output":
         call_id, content = _string(item, "call_id", at), _text(item.get("output"), f"{at}.output", is_result=True)
         return {"role": "tool", "tool_call_id": call_id, "content": content}
     raise FieldError(
@@ -294,9 +234,6 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _EVENTS = {
     "reasoning": "response.reasoning_text", "text": "response.output_text", "call": "response.function_call_arguments"
 }  # fmt: skip
-_CUSTOM_EVENTS = "response.custom_tool_call_input"
-_CHARS_OF_VALUE = 16
-"""Characters of a text that take about as long to write as a number."""
 
 
 def responses_body(
@@ -310,13 +247,8 @@ def responses_body(
 ) -> dict[str, Any]:
     """Return the body of a successful response. Args as for `response_body`."""
     (o,) = outputs[0].outputs
-    end, parts, custom = _end(o), parts_of(o), _custom_tools(request)
-    text = next((part for part in parts if part.kind == "text"), None)
-    items = []
-    for part in parts:
-        status = end["status"] if part is parts[-1] else "completed"
-        logprobs = _logprobs_of(request, o.logprobs if part is text else ())
-        items.append(_item(part, request_id, status, custom, logprobs))
+    end, parts = _end(o), parts_of(o)
+    items = [_item(part, request_id, end["status"] if part is parts[-1] else "completed") for part in parts]
     counts = _usage(usage(outputs), outputs[0].num_cached_tokens)
     return _head(request, request_id, model, created) | end | {"output": tuple(items), "usage": counts}
 
@@ -327,32 +259,17 @@ class EventWriter(StreamWriter):
     def __init__(
         self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
     ) -> None:
-        self._request, self._id, self._custom = request, request_id, _custom_tools(request)
-        self._head = _head(request, request_id, model, created)
+        self._id, self._head = request_id, _head(request, request_id, model, created)
         self._num_events = 0
         self._parts = Parts()
         self._items: list[dict[str, Any]] = []  # of the parts that have ended
-        self._new: list[Mapping[int, Logprob]] = []  # log-probabilities that no delta has
-        self._steps: list[Mapping[int, Logprob]] = []  # those of the deltas of the last text
-        self._num_step_values = 0
         self._first: RequestOutput | None = None
         self._num_output, self._num_reasoning = 0, 0
 
-    def num_values(self, found: Outputs) -> int:
-        """Return about how many numbers and strings the events of new outputs have; 0 if a token has few."""
-        values = num_values(self._request, [output for _, output in found])
-        ends = any(output.finished for _, output in found)
-        if self._first is None or ends:
-            echoed = self._request.echoed
-            values += len(echoed["instructions"] or "") // _CHARS_OF_VALUE + 1024 * len(echoed["tools"])
-        if ends:
-            values += 4 * (self._num_step_values + self._parts.num_chars // _CHARS_OF_VALUE)
-        return values
-
-    def events(self, found: Outputs, write: Write) -> Iterator[str]:
-        """Yield the events of new outputs, which end the response if they are its last ones."""
-        for name, fields in self._events(found):
-            yield from self._event(name, fields, write)
+    def events(self, new: Outputs) -> Iterator[str]:
+        """Yield the events of new outputs."""
+        for name, fields in self._events(new):
+            yield self._event(name, fields)
 
     def error(self, error: NanoinferError) -> bytes:
         """Return the last event of a stream that has failed, and the first if no output was written."""
@@ -360,14 +277,11 @@ class EventWriter(StreamWriter):
         failed = {"status": "failed", "error": {"code": code, "message": error_body(error)["error"]["message"]}}
         names = ("response.failed",) if self._num_events else ("response.created", "response.failed")
         heads = {"response.created": self._head, "response.failed": self._head | failed}
-        return event_bytes(
-            text for name in names for text in self._event(name, {"response": heads[name]}, json_strings)
-        )
+        return event_bytes(self._event(name, {"response": heads[name]}) for name in names)
 
-    def _events(self, found: Outputs) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(self, new: Outputs) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the names and fields of the events of new outputs."""
-        for _, output in found:
-            check_finite([output])  # before its first event
+        for _, output in new:
             if self._first is None:
                 self._first = output
                 for name in ("response.created", "response.in_progress"):
@@ -375,8 +289,6 @@ class EventWriter(StreamWriter):
             (o,) = output.outputs
             self._num_output += len(o.token_ids)
             self._num_reasoning += o.num_reasoning_tokens or 0
-            self._new += o.logprobs or ()
-            self._num_step_values += num_values(self._request, [output])
             end = _end(o)
             ended: Part | None = None  # its events follow when it is known whether it is the last one
             for verb, part, text in self._parts.read(o):
@@ -395,44 +307,28 @@ class EventWriter(StreamWriter):
     def _changes(self, verb: Verb, part: Part, text: str, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the names and fields of the events of a change. Args: status: of the item, if it ends."""
         at = {"item_id": _item_id(part, self._id), "output_index": part.index}
-        logprobs: dict[str, Any] = {}
         if part.kind != "call":
             at["content_index"] = 0
-        if part.kind == "text" and verb != "begin":
-            new, self._new = self._new, []
-            self._steps += new
-            logprobs["logprobs"] = _logprobs_of(self._request, new if verb == "grow" else self._steps)
         if verb == "begin":
-            item = _item(part, self._id, "in_progress", self._custom)
+            item = _item(part, self._id, "in_progress")
             yield "response.output_item.added", {"output_index": part.index, "item": item}
             if part.kind != "call":
                 yield "response.content_part.added", {**at, "part": _content(part)}
-        elif part.name in self._custom:
-            if verb == "end":  # the text within the JSON of the arguments is known when they are whole
-                item = _item(part, self._id, status, self._custom)
-                yield f"{_CUSTOM_EVENTS}.delta", {**at, "delta": item["input"]}
-                yield f"{_CUSTOM_EVENTS}.done", {**at, "input": item["input"]}
-                yield from self._done(part, item)
         elif verb == "grow":
-            yield f"{_EVENTS[part.kind]}.delta", {**at, "delta": text, **logprobs}
+            yield f"{_EVENTS[part.kind]}.delta", {**at, "delta": text, **_logprobs(part)}
         else:
-            self._steps = []
             whole = {"name": part.name, "arguments": part.text} if part.kind == "call" else {"text": part.text}
-            item = _item(part, self._id, status, self._custom, **logprobs)
-            yield f"{_EVENTS[part.kind]}.done", {**at, **whole, **logprobs}
+            item = _item(part, self._id, status)
+            yield f"{_EVENTS[part.kind]}.done", {**at, **whole, **_logprobs(part)}
             if part.kind != "call":
                 yield "response.content_part.done", {**at, "part": item["content"][0]}
-            yield from self._done(part, item)
+            yield "response.output_item.done", {"output_index": part.index, "item": item}
+            self._items.append(item)
 
-    def _done(self, part: Part, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "response.output_item.done", {"output_index": part.index, "item": item}
-        self._items.append(item)
-
-    def _event(self, name: str, fields: Mapping[str, Any], write: Write) -> Iterator[str]:
-        yield f"event: {name}\ndata: "
-        yield from write({"type": name, "sequence_number": self._num_events, **fields})
-        yield "\n\n"
+    def _event(self, name: str, fields: Mapping[str, Any]) -> str:
+        text = encode({"type": name, "sequence_number": self._num_events, **fields})
         self._num_events += 1
+        return f"event: {name}\ndata: {text}\n\n"
 
 
 def _head(request: GenerationRequest, request_id: str, model: str, created: int) -> dict[str, Any]:
@@ -474,43 +370,28 @@ def _item_id(part: Part, request_id: str) -> str:
     return f"{_PREFIXES[part.kind]}_{request_id}_{part.index}"
 
 
-def _custom_tools(request: GenerationRequest) -> Collection[str]:
-    """Return the names of the tools whose input is any text: to the model they are functions of one string."""
-    return [tool.get("name") for tool in request.echoed["tools"] if tool["type"] == "custom"]
-
-
-def _input(arguments: str) -> str:
-    """Return the input of a custom tool: '{"input": "a"}' -> 'a'; of a call that was cut off, the JSON as it is."""
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        return str(json.loads(arguments)[CUSTOM_INPUT])
-    return arguments
-
-
-def _item(
-    part: Part, request_id: str, status: str, custom: Collection[str], logprobs: Items | Sequence[Any] = ()
-) -> dict[str, Any]:
-    """Return the item of a part. One that is in progress has no content yet. `custom`: names of custom tools."""
-    content = () if status == "in_progress" else (_content(part, logprobs),)
+def _item(part: Part, request_id: str, status: str) -> dict[str, Any]:
+    """Return the item of a part. One that is in progress has no content yet."""
+    content = () if status == "in_progress" else (_content(part),)
     item: dict[str, Any] = {"id": _item_id(part, request_id), "status": status}
     if part.kind == "call":
-        item |= {"call_id": part.call_id, "name": part.name}
-        if part.name in custom:
-            return item | {"type": "custom_tool_call", "input": _input(part.text)}
-        return item | {"type": "function_call", "arguments": part.text}
+        return item | {
+            "type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text
+        }  # fmt: skip
     if part.kind == "reasoning":
         return item | {"type": "reasoning", "summary": (), "content": content, "encrypted_content": None}
     return item | {"type": "message", "role": "assistant", "content": content}
 
 
-def _content(part: Part, logprobs: Items | Sequence[Any] = ()) -> dict[str, Any]:
+def _content(part: Part) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
-    return {"type": "output_text", "text": part.text, "annotations": (), "logprobs": logprobs}
+    return {"type": "output_text", "text": part.text, "annotations": (), **_logprobs(part)}
 
 
-def _logprobs_of(request: GenerationRequest, steps: Sequence[Mapping[int, Logprob]] | None) -> Items | Sequence[Any]:
-    """Return log-probabilities of tokens, the sampled token first in each."""
-    return chat_logprobs(steps, num_top(request.params.logprobs, steps))["content"] if steps else ()
+def _logprobs(part: Part) -> dict[str, Any]:
+    """Return the log-probabilities that the texts of a message have in this shape; here they are empty."""
+    return {"logprobs": ()} if part.kind == "text" else {}
 
 
 SHAPE = Shape(parse_responses, responses_body, EventWriter, responses_as_sent)

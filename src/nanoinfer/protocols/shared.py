@@ -15,11 +15,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, ContentDelta, ReasoningDelta, RequestOutput
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.json_pieces import encode, json_strings
 
 Decode = Callable[[Sequence[int]], str]
-Write = Callable[[Any], Iterable[str]]
-"""Encodes a document."""
 Outputs = Sequence[tuple[int, RequestOutput]]
 """Pairs of a prompt's index and what was generated for it."""
 
@@ -37,21 +34,17 @@ class StreamWriter:
     ) -> None:
         raise NotImplementedError
 
-    def events(self, found: Outputs, write: Write) -> Iterator[str]:
-        """Yield the events of new outputs. Raises ResultError: a log-probability is not finite."""
+    def events(self, new: Outputs) -> Iterator[str]:
+        """Yield the events of new outputs, in short strings. Raises ResultError: a log-probability is not finite."""
         raise NotImplementedError
 
-    def num_values(self, found: Outputs) -> int:
+    def num_values(self, new: Outputs) -> int:
         """Return about how many numbers and strings the events of new outputs have; 0 if a token has few."""
         return 0
 
-    def write(self, found: Outputs) -> bytes:
+    def write(self, new: Outputs) -> bytes:
         """Return the events of new outputs. Raises as `events`."""
-        return event_bytes(self.events(found, lambda document: (encode(document),)))
-
-    def strings(self, found: Outputs) -> Iterator[str]:
-        """Yield the events of new outputs, which are large, in short strings. Raises as `events`."""
-        return self.events(found, json_strings)
+        return event_bytes(self.events(new))
 
     def end(self) -> bytes:
         """Return the events after those of the last outputs."""
@@ -90,12 +83,12 @@ class Part:
 
     kind: Kind
     index: int
-    """Of the part in the message."""
+    """Index of the part in the message."""
     call_id: str = ""
     name: str = ""
-    """Of the function that is called."""
+    """Name of the function that is called."""
     pieces: list[str] = field(default_factory=list)
-    """Of the text: of a call, the JSON of its arguments."""
+    """Pieces of the text; of a call, of the JSON of its arguments."""
 
     @property
     def text(self) -> str:
@@ -108,9 +101,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        """Those that have begun. The last one has not ended before the output is finished."""
-        self.num_chars = 0
-        """Of all parts."""
+        """Parts that have begun. The last one has not ended before the output is finished."""
 
     def read(self, o: CompletionOutput) -> Iterator[tuple[Verb, Part, str]]:
         """Yield what an output changes: what happens, to which part, and the new text if it grows.
@@ -127,7 +118,6 @@ class Parts:
                 yield self._begin(delta)
             if text:
                 self.parts[-1].pieces.append(text)
-                self.num_chars += len(text)
                 yield "grow", self.parts[-1], text
         if o.finish_reason is not None:
             if not self.parts:
@@ -153,9 +143,9 @@ def parts_of(o: CompletionOutput) -> list[Part]:
     message = o.message
     if message is None:
         return [Part("text", 0, pieces=[o.text])]
-    found = [Part("reasoning", 0, pieces=[message.reasoning])] if message.reasoning else []
-    if message.content or not (found or message.tool_calls):
-        found.append(Part("text", len(found), pieces=[message.content or ""]))
+    parts = [Part("reasoning", 0, pieces=[message.reasoning])] if message.reasoning else []
+    if message.content or not (parts or message.tool_calls):
+        parts.append(Part("text", len(parts), pieces=[message.content or ""]))
     for call in message.tool_calls:
-        found.append(Part("call", len(found), call.id, call.name, [call.arguments]))
-    return found
+        parts.append(Part("call", len(parts), call.id, call.name, [call.arguments]))
+    return parts

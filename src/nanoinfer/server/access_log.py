@@ -17,11 +17,11 @@ import queue
 import re
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
-from pathlib import Path
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,7 +40,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 class AccessLog:
     """Writes lines to a file in a thread of its own, so that no request waits for the disk.
 
-    Lines that cannot be written, because the disk is full or too slow, are discarded; a warning is logged once.
+    Lines that cannot be written, because the disk is full or too slow, are discarded.
 
     Args:
         path: a file to append to; "-" is standard output.
@@ -50,46 +50,26 @@ class AccessLog:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._fd = sys.stdout.fileno() if path == "-" else os.open(Path(path), flags, 0o640)
+            self._file = sys.stdout if path == "-" else os.fdopen(os.open(path, flags, 0o640), "a", encoding="utf-8")
         except (OSError, ValueError) as e:
             raise NanoinferError(f"--access-log {escaped(path)} cannot be opened: {reason(e)}") from None
-        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_LINES)
-        self.num_discarded = 0
-        self._thread = threading.Thread(target=self._run, name="nanoinfer-access-log", daemon=True)
-        self._thread.start()
+        lines: queue.Queue[logging.LogRecord] = queue.Queue(MAX_LINES)
+        self._queued, self._listener = QueueHandler(lines), QueueListener(lines, logging.StreamHandler(self._file))
+        self._listener.start()
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Queue one line."""
-        try:
-            self._lines.put_nowait(json.dumps(entry).encode() + b"\n")
-        except queue.Full:
-            self._discard("the disk is too slow")
+        self._queued.handle(logging.makeLogRecord({"msg": json.dumps(entry)}))
 
-    def close(self, timeout_sec: float = 2.0) -> None:
-        """Write what is queued, at most for `timeout_sec` seconds."""
-        try:
-            self._lines.put(None, timeout=timeout_sec)
-        except queue.Full:
-            return
-        self._thread.join(timeout_sec)
-
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                while line:  # a write to a full disk may take a part
-                    line = line[os.write(self._fd, line) :]
-            except OSError as e:
-                self._discard(reason(e))
-        if self._path != "-":
-            os.close(self._fd)
-
-    def _discard(self, why: str) -> None:
-        self.num_discarded += 1
-        if self.num_discarded == 1:
-            log.warning("lines of the access log %s are discarded: %s", escaped(self._path), why)
+    def close(self) -> None:
+        """Write what is queued."""
+        with suppress(queue.Full):
+            self._listener.stop()
+        if self._file is not sys.stdout:
+            with suppress(OSError):
+                self._file.close()
 
 
 def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:

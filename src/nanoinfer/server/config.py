@@ -31,8 +31,6 @@ class ServerConfig:
     """max_tokens of requests that have none (default: 16 for completions; chats end at the context length)."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
-    measure_roofline: bool = False
-    """Measure this machine for a few seconds at the start, and show its limit of tokens/s on the page."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """Key that requests must have; NANOINFER_API_KEY and --api-key-file hide it from other users. May be repeated."""
     api_key_file: str | None = None
@@ -59,14 +57,6 @@ class ServerConfig:
     """Maximum value of logprobs, top_logprobs and prompt_logprobs."""
     max_logprob_entries: int = 1 << 18
     """Maximum number of log-probabilities that one request may return: outputs times tokens times (logprobs + 1)."""
-    max_stop: int = 16
-    """Maximum number of stop strings."""
-    max_bad_words: int = 128
-    """Maximum number of bad words."""
-    max_stop_chars: int = 256
-    """Maximum length of a stop string and of a bad word, in characters."""
-    max_token_entries: int = 1024
-    """Maximum number of entries of logit_bias, of stop_token_ids and of allowed_token_ids."""
     header_timeout_sec: float = 10.0
     """Maximum time to receive a request's line and headers, in seconds."""
     body_timeout_sec: float = 30.0

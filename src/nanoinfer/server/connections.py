@@ -7,13 +7,11 @@ waits for, a few times in each time limit, and aborts it when that takes longer 
     body       that the application no longer reads, because it has refused the request; it is discarded
     unread     the response: the client must take 16 KiB in send_timeout_sec while the transport's buffer is full
     closing    the same after the connection's end; then it is reset
-    refused    the client's end, after the response that there are too many connections
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import math
 import os
@@ -36,12 +34,9 @@ from nanoinfer.server.http import Refusal, headers_too_large
 log = logging.getLogger("nanoinfer.server")
 
 MAX_CONNECTIONS = 1024
-NUM_REFUSED = 16
-"""Maximum number of connections above the maximum that stay open until their clients have read the response."""
 RESERVE = 48
 """Number of descriptors that are kept for what is opened later: 3 for the event loop, 2 for each of the processes of
-templates and grammars and 6 more while one starts, NUM_REFUSED and a few that are accepted; the rest for libraries."""
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+templates and grammars and 6 more while one starts, and a few that are accepted; the rest for libraries."""
 
 
 def with_max_connections(config: ServerConfig) -> ServerConfig:
@@ -59,39 +54,19 @@ def with_max_connections(config: ServerConfig) -> ServerConfig:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             limit = hard
     others = len(os.listdir("/dev/fd")) + RESERVE
-    most = MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - others
-    wanted = config.max_connections or max(1, min(MAX_CONNECTIONS, most))
-    if limit != resource.RLIM_INFINITY and wanted > most:
+    fitting = MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - others
+    count = config.max_connections or max(1, min(MAX_CONNECTIONS, fitting))
+    if limit != resource.RLIM_INFINITY and count > fitting:
         raise NanoinferError(
-            f"max_connections={wanted} requires {wanted + others} open files and the limit is {limit}:"
+            f"max_connections={count} requires {count + others} open files and the limit is {limit}:"
             " lower --max-connections or raise the limit (ulimit -Hn)"
         )
-    return replace(config, max_connections=wanted)
-
-
-class ReportOnce:
-    """Handles errors of an event loop: logs once that no connection can be accepted, others as the loop does itself.
-
-    asyncio tries again after a second. Until then clients wait in the socket's queue.
-    """
-
-    def __init__(self) -> None:
-        self._has_reported = False
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error. Called by the loop."""
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in _SHORT:
-            return loop.default_exception_handler(context)
-        if not self._has_reported:
-            self._has_reported = True
-            log.error("no connection is accepted for the time being: %s: raise the limit (ulimit -Hn)", error.strerror)
+    return replace(config, max_connections=count)
 
 
 CONNECTION = "nanoinfer.connection"  # in scope["extensions"]: a ChunkedConnection
 _MIN_READ_BYTES = 1 << 14  # that a client must take in send_timeout_sec
 _BACKLOG = 2048  # connections that wait to be accepted; the operating system's limit is usually 4096
-_REFUSED_SEC = 1.0
 _CHECKS = 4  # in the shortest time limit
 _HEADERS_TOO_LARGE = 431
 
@@ -125,7 +100,6 @@ class BoundedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
-        asyncio.get_running_loop().set_exception_handler(ReportOnce())
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)
@@ -167,13 +141,10 @@ class _BoundedProtocol(H11Protocol):
             "body": config.body_timeout_sec,
             "unread": config.send_timeout_sec,
             "closing": config.send_timeout_sec,
-            "refused": _REFUSED_SEC,
         }
         self._interval = min(1.0, min(self._time_limits.values()) / _CHECKS)
         self._phase, self._since, self._num_unread = ("", 0), 0.0, 0
         self._num_requests = 0
-        self._is_refused = False
-        """Whether the connection is only open until the client has read that there are too many."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,14 +162,7 @@ class _BoundedProtocol(H11Protocol):
             message = f"the server has max_connections={self._max_connections} open connections: try again later"
             refusal = Refusal(503, message, headers=(("retry-after", "1"),))
             transport.write(_plain_response(refusal))
-            self._is_refused = len(self.connections) <= self._max_connections + NUM_REFUSED
-            if self._is_refused:  # closed with what the client sends unread, it is reset, and the response may be lost
-                try:
-                    transport.write_eof()
-                except OSError:  # the client has reset it
-                    transport.abort()
-            else:
-                transport.close()
+            transport.close()
         self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -207,7 +171,7 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing() and not self._is_refused:
+        if not self.transport.is_closing():
             super().data_received(data)
 
     def on_response_complete(self) -> None:
@@ -242,8 +206,6 @@ class _BoundedProtocol(H11Protocol):
     def _waits_for(self) -> str:
         if self.transport.is_closing():
             return "closing"
-        if self._is_refused:
-            return "refused"
         if self.flow.write_paused:
             return "unread"
         if self.cycle is not None and not self.cycle.response_complete:

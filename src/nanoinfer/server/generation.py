@@ -74,10 +74,12 @@ async def _answer(
     async for found in merged:
         outputs.update(found)
     every = [outputs[i] for i in range(len(outputs))]
-    if request.params.logprobs is not None or request.prompt_logprobs:
-        await service.bodies.write(lambda: check_finite(every))
-    body = shape.body(request, every, **service.common(request_id))
-    await service.bodies.respond(send, body, num_values(request, every))
+
+    def document() -> dict[str, Any]:
+        check_finite(every)
+        return shape.body(request, every, **service.common(request_id))
+
+    await service.bodies.respond(send, document, num_values(request, every))
 
 
 class _Direct:
@@ -123,7 +125,7 @@ async def _stream(
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             if writer.num_values(found) > LARGE_VALUES:
-                await service.bodies.send(send, writer.strings(found))
+                await service.bodies.send(send, writer.events(found))
             elif chunks := writer.write(found):
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
             if merged.sink is None and connection is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,9 +27,7 @@ LARGE_BYTES = 1 << 16  # of a body that is read in a thread, because it takes mo
 LARGE_VALUES = 1 << 12  # numbers and strings of a response that is written in a thread
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 1 << 16
-_PART_BYTES = 1 << 16  # that one call splits: each holds the interpreter's lock
-_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
-_OPENS = bytes(c in b"[{" for c in range(256))
+_NOT_BRACKETS = re.compile(rb'"[^"]*"|[^][{}"]+')
 
 
 class Bodies:
@@ -60,18 +59,19 @@ class Bodies:
         """Return the result of a call that prepares a large response, which runs in a thread."""
         return await self._writing.run(make)
 
-    async def respond(self, send: Send, document: Any, num_values: int) -> None:
+    async def respond(self, send: Send, make: Callable[[], Any], num_values: int) -> None:
         """Send a document as JSON.
 
         Args:
             send: of the request.
-            document: for `json_strings`.
+            make: returns the document, for `json_strings`; in a thread, if it is large.
             num_values: about how many numbers and strings it has.
         """
         if num_values <= LARGE_VALUES:
-            return await respond_json(send, document)
+            return await respond_json(send, make())
+        strings = json_strings(await self.write(make))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON)]})
-        await self.send(send, json_strings(document))
+        await self.send(send, strings)
         await send({"type": "http.response.body", "body": b""})
 
     async def send(self, send: Send, strings: Iterable[str]) -> None:
@@ -107,18 +107,14 @@ def _check_json(body: bytes) -> None:
     """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return
-    brackets, inside = bytearray(), 0
     body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    for at in range(0, len(body), _PART_BYTES):
-        parts = body[at : at + _PART_BYTES].split(b'"')
-        brackets += b"".join(parts[inside::2]).translate(None, _NOT_BRACKETS)
-        inside = (inside + len(parts) - 1) % 2
+    brackets = _NOT_BRACKETS.sub(b"", body)
     count = brackets.count(b"[") + brackets.count(b"{")
     if count > MAX_JSON_CONTAINERS:
         raise NanoinferError(f"the body has {count} lists and objects; the limit is {MAX_JSON_CONTAINERS}: send fewer")
     depth = 0
-    for opens in brackets.translate(_OPENS):
-        depth += 1 if opens else -1
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
         if depth > MAX_JSON_DEPTH:
             raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 

@@ -18,21 +18,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.protocols.requests import GenerationRequest
-from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from nanoinfer.sampling_params import WHOLE_VOCABULARY
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Refusal, SentResponse, headers_too_large, refusal_of, too_many
 from nanoinfer.utils.checks import require_int
 
-LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+LOGPROBS = ("logprobs", "top_logprobs")
 """Fields with numbers of log-probabilities, which max_logprobs limits."""
-MAX_SLIDING_TOKENS = 1 << 20
-"""Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
 MAX_EMBEDDING_VALUES = 1 << 24
 """Values of the embeddings of all requests: 8 bytes of each while they are summed, 4 in the response."""
 INPUT_VALUES = 320
 """Values that take as much memory as an input does beside its embedding: it is a request of the library."""
 NUM_ENTRIES_IN_FLIGHT = 4
 """Times max_logprob_entries that all requests may hold."""
+MAX_STOP_CHARS = 256
+"""Characters of a stop string and of a bad word."""
+MAX_ITEMS = {
+    "stop": 16, "bad_words": 128, "logit_bias": 1024, "stop_token_ids": 1024, "allowed_token_ids": 1024
+}  # fmt: skip
+"""Items that fields of a request may have."""
 
 
 # For the routes ------------------------------------------------------------------------------------------
@@ -46,7 +50,7 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
         NanoinferError: a list of token ids is too long. It is refused here, so that it need not wait for its turn.
     """
     params = request.params
-    if params.overflow != "slide" and params.truncate_prompt_tokens is None:
+    if params.truncate_prompt_tokens is None:
         for prompt in request.prompts:
             if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
                 raise too_long(str(num_tokens), block_size)
@@ -58,7 +62,15 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
             f"{config.max_sequences}: send fewer prompts, or lower {name}",
             "prompt" if num_prompts > 1 else name,
         )
-    _check_values(params, config, vocab_size)
+    for name, limit in MAX_ITEMS.items():
+        items = getattr(params, name) or ()
+        _require_at_most(f"the number of items in {name}", len(items), "limit", limit, name)
+        if name in ("stop", "bad_words"):
+            longest = max(map(len, items), default=0)
+            _require_at_most(f"the length of a string in {name}", longest, "limit", MAX_STOP_CHARS, name)
+    what = "logprobs=-1, the whole vocabulary," if params.logprobs == WHOLE_VOCABULARY else "logprobs"
+    count = _num_top(params.logprobs, vocab_size)
+    _require_at_most(what, count, "max_logprobs", config.max_logprobs, "logprobs")
 
 
 def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:
@@ -74,37 +86,21 @@ def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:
                 raise FieldError(f"{e}, the server's max_logprobs", name) from None
 
 
-def _check_values(params: SamplingParams, config: ServerConfig, vocab_size: int) -> None:
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, name)
-        what = f"{name}=-1, the whole vocabulary," if count == WHOLE_VOCABULARY else name
-        _require_at_most(what, _num_top(count, vocab_size), "max_logprobs", config.max_logprobs, name)
-    for name, limit in (("stop", "max_stop"), ("bad_words", "max_bad_words")):
-        words = getattr(params, name)
-        _require_at_most(f"the number of strings in {name}", len(words), limit, getattr(config, limit), name)
-        for text in words:
-            most = config.max_stop_chars
-            _require_at_most(f"the length of a string in {name}", len(text), "max_stop_chars", most, name)
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        size = len(getattr(params, name) or ())
-        _require_at_most(f"the size of {name}", size, "max_token_entries", config.max_token_entries, name)
-
-
-def _require_at_most(what: str, value: int, limit: str, most: int, param: str | None = None) -> None:
-    if value > most:
-        raise FieldError(f"{what} is {value}; the server's {limit} is {most}", param or what)
+def _require_at_most(what: str, value: int, name: str, limit: int, param: str) -> None:
+    if value > limit:
+        raise FieldError(f"{what} is {value}; the server's {name} is {limit}", param)
 
 
 class Quota:
     """Counts what all requests hold of something. Thread-safe.
 
     Args:
-        most: that they may hold.
+        limit: that they may hold.
         what: for the error, such as "log-probabilities".
     """
 
-    def __init__(self, most: int, what: str) -> None:
-        self._most, self._what = most, what
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit, self._what = limit, what
         self._num, self._lock = 0, threading.Lock()
 
     @contextmanager
@@ -119,9 +115,9 @@ class Quota:
     def add(self, count: int) -> None:
         """Count what a request will hold, or with a negative number has held. Raises QueueFull."""
         with self._lock:
-            if count > 0 and self._num + count > self._most:
+            if count > 0 and self._num + count > self._limit:
                 raise QueueFull(
-                    f"server busy: {count} {self._what}, with {self._num} of other requests, are above {self._most};"
+                    f"server busy: {count} {self._what}, with {self._num} of other requests, are above {self._limit};"
                     " retry later"
                 )
             self._num += count
@@ -131,7 +127,6 @@ class Quotas:
     """What all requests of a server share. Args: config: of the server."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self.sliding = Quota(MAX_SLIDING_TOKENS, "tokens of prompts that are longer than the context")
         self.values = Quota(MAX_EMBEDDING_VALUES, "values of embeddings")
         self.entries = Quota(NUM_ENTRIES_IN_FLIGHT * config.max_logprob_entries, "log-probabilities")
 
@@ -152,23 +147,16 @@ class TokenBounds:
         self._params, self._config = request.params, config
         self._block_size, self._vocab_size = sizes
         self._num_entries = 0  # log-probabilities of all prompts so far, and of their outputs
-        self._num_sliding = 0  # tokens of the prompts so far that are longer than the context, each for every output
+
         self._quotas = quotas
-        self._held: list[tuple[Quota, int]] | None = []  # None: the request has ended
+        self._num_held: int | None = 0  # of the quota; None: the request has ended
         self._lock = threading.Lock()
 
     def release(self) -> None:
         """End the request: it holds nothing any more."""
         with self._lock:
-            held, self._held = self._held, None
-        for quota, count in held or ():
-            quota.add(-count)
-
-    def _hold(self, quota: Quota, count: int) -> None:
-        with self._lock:
-            if count and self._held is not None:  # else the request is abandoned after this check
-                quota.add(count)
-                self._held.append((quota, count))
+            held, self._num_held = self._num_held, None
+        self._quotas.entries.add(-(held or 0))
 
     def check(self, num_prompt: int) -> None:
         """Check one of the prompts.
@@ -177,38 +165,29 @@ class TokenBounds:
             num_prompt: its tokens.
 
         Raises:
-            NanoinferError: the log-probabilities that the request asks for are more than max_logprob_entries; or the
-                prompts so far that are longer than the context are, with n, more than MAX_SLIDING_TOKENS.
+            NanoinferError: the request asks for more log-probabilities than max_logprob_entries.
             QueueFull: with what other requests hold, it would be more than a quota.
         """
         params, width = self._params, self._params.num_sequences
-        slides, name = params.overflow == "slide", "n" if params.best_of is None else "best_of"
-        if slides and num_prompt > self._block_size:
-            with self._lock:
-                self._num_sliding += num_prompt * width
-                total = self._num_sliding
-            if total > MAX_SLIDING_TOKENS:
-                raise NanoinferError(
-                    f"the prompt has {num_prompt} tokens, more than the context length, and {name}={width}: their"
-                    f" product, of all such prompts, is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
-                )
-            self._hold(self._quotas.sliding, num_prompt * width)
+        slides = params.overflow == "slide"
         num_output = sys.maxsize if slides else max(1, self._block_size + 1 - num_prompt)
         num_output = min(num_output, params.max_tokens or sys.maxsize)
-        found = _entries(params.logprobs, self._vocab_size, width * num_output)
-        found += _entries(params.prompt_logprobs, self._vocab_size, params.n * num_prompt)
+        count = _entries(params.logprobs, self._vocab_size, width * num_output)
+        count += _entries(params.prompt_logprobs, self._vocab_size, params.n * num_prompt)
         with self._lock:
-            self._num_entries += found
+            self._num_entries += count
             total = self._num_entries
         if total > self._config.max_logprob_entries:
-            name = "prompt_logprobs" if params.logprobs is None else "logprobs"
-            others = "" if total == found else ", and for the prompts before,"
+            others = "" if total == count else ", and for the prompts before,"
             raise NanoinferError(
-                f"{name}={getattr(params, name)} for {width} outputs of {num_prompt} tokens in the prompt and up to"
+                f"logprobs={params.logprobs} for {width} outputs of {num_prompt} tokens in the prompt and up to"
                 f" {num_output} after it{others} makes {total} log-probabilities; the server's max_logprob_entries is"
-                f" {self._config.max_logprob_entries}: lower {name}, n or max_tokens, or shorten the prompt"
+                f" {self._config.max_logprob_entries}: lower logprobs, n or max_tokens, or shorten the prompt"
             )
-        self._hold(self._quotas.entries, found)
+        with self._lock:
+            if self._num_held is not None:  # else the request was abandoned after this check
+                self._quotas.entries.add(count)
+                self._num_held += count
 
 
 def _entries(count: int | None, vocab_size: int, num_tokens: int) -> int:
@@ -246,11 +225,10 @@ class BoundRequests:
         if counts and self.num_in_flight >= self.config.max_requests_in_flight:
             message = f"server busy: max_requests_in_flight={self.config.max_requests_in_flight} reached; retry later"
             return await too_many(message).send(send, scope)
-        most = self.config.max_header_bytes
-        if (
-            sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most
-        ):  # uvicorn passes some longer ones on
-            return await headers_too_large(most).send(send, scope)
+        limit = self.config.max_header_bytes
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > limit:  # uvicorn passes some longer ones on
+            return await headers_too_large(limit).send(send, scope)
         self.num_in_flight += counts
         try:
             body = await self._body(scope, receive)
@@ -263,10 +241,10 @@ class BoundRequests:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
         """Return the body; None if the client disconnects."""
-        most = self.config.max_body_bytes
-        too_large = Refusal(413, f"the body has more than max_body_bytes={most} bytes: send less")
+        limit = self.config.max_body_bytes
+        too_large = Refusal(413, f"the body has more than max_body_bytes={limit} bytes: send less")
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if not length.isdigit() or int(length[:20]) > most:
+        if not length.isdigit() or int(length[:20]) > limit:
             return too_large
         body, more = bytearray(), True
         with anyio.move_on_after(self.config.body_timeout_sec):
@@ -275,7 +253,7 @@ class BoundRequests:
                 if message["type"] == "http.disconnect":
                     return None
                 body += message.get("body", b"")
-                if len(body) > most:
+                if len(body) > limit:
                     return too_large
                 more = message.get("more_body", False)
         if more:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 import nanoinfer
-from nanoinfer.protocols.fields import ANTHROPIC, REQUIRED, SAMPLING_OF, TABLES
+from nanoinfer.protocols.fields import REQUIRED, SAMPLING_OF, TABLES
 from nanoinfer.sampling_params import MAX_LOGPROBS, OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.limits import LOGPROBS
-from nanoinfer.server.service import SHAPES, Service
+from nanoinfer.server.service import Service
 from nanoinfer.utils.field_docs import field_docs
 
 Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
@@ -28,11 +27,7 @@ class RouteSpec:
     method: str
     path: str
     handler: Handler
-    """Without a summary, the first line of its docstring is the summary."""
-    summary: str = ""
-    """Of the route, in the OpenAPI document."""
-    content_type: str = "application/json"
-    """Of a successful response; empty: there is no body."""
+    """The first line of its docstring is the summary of the route."""
 
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -46,19 +41,6 @@ _FORMS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 }
 """Schemas of fields of SamplingParams whose types do not say what JSON may have."""
-_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties]}
-
-
-_ERRORS = {
-    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
-    "AnthropicError": _object(
-        type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT_OR_NULL
-    ),
-}
 
 
 def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams], max_logprobs: int) -> dict[str, Any]:
@@ -77,33 +59,23 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
         "openapi": "3.1.0",
         "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
         "paths": paths,
-        "components": {"schemas": _ERRORS},
     }
 
 
 def _operation(
     route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams], max_logprobs: int
 ) -> dict[str, Any]:
-    name = "AnthropicError" if path in ANTHROPIC else "Error"
-    error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
-    content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
-    if path in SHAPES:
-        content["text/event-stream"] = {}
-    found: dict[str, Any] = {
-        "summary": route.summary or (route.handler.__doc__ or "").partition("\n")[0],
-        "responses": {
-            "200": {"description": "The response.", **({"content": content} if content else {})},
-            "4XX": {"description": "The request is refused; param is the name of the field.", **error},
-            "5XX": {"description": "The request has failed.", **error},
-        },
+    operation: dict[str, Any] = {
+        "summary": (route.handler.__doc__ or "").partition("\n")[0],
+        "responses": {"200": {"description": "The response."}, "default": {"description": "An error."}},
     }
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if path in TABLES:
         body = {"schema": request_schema(path, defaults.get(path), max_logprobs)}
-        found["requestBody"] = {"required": True, "content": {"application/json": body}}
-    return found
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return operation
 
 
 def request_schema(url: str, defaults: SamplingParams | None, max_logprobs: int) -> dict[str, Any]:
@@ -128,25 +100,19 @@ def request_schema(url: str, defaults: SamplingParams | None, max_logprobs: int)
 def _sampling(names: Sequence[str], defaults: SamplingParams) -> dict[str, dict[str, Any]]:
     """Return the schemas of fields of SamplingParams."""
     hints, docs = typing.get_type_hints(SamplingParams), field_docs(SamplingParams)
-    found = {}
+    schemas = {}
     for name in names:
         schema = dict(_FORMS[name]) if name in _FORMS else _schema(hints[name])
         if name in RANGES:
             low, high = RANGES[name]
             schema |= {"minimum": low} if high is None else {"minimum": low, "maximum": high}
         default = getattr(defaults, name)
-        found[name] = {**schema, "description": docs[name], **({} if default is None else {"default": default})}
-    return found
+        schemas[name] = {**schema, "description": docs[name], **({} if default is None else {"default": default})}
+    return schemas
 
 
 def _schema(hint: Any) -> dict[str, Any]:
     """Return the schema of a type: int | None -> {"type": "integer"}; None is added by `_nullable`."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        hints, docs = typing.get_type_hints(hint), field_docs(hint)
-        inner = {
-            f.name: _nullable({**_schema(hints[f.name]), "description": docs[f.name]}) for f in dataclasses.fields(hint)
-        }
-        return {"type": "object", "properties": inner, "additionalProperties": False}
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         members = [_schema(member) for member in typing.get_args(hint) if member is not type(None)]

@@ -86,7 +86,7 @@ async def markdown(service: Service, scope: Scope, receive: Receive, send: Send)
     """Return the elements of a Markdown text, for the page."""
     text = await service.bodies.read(receive, _text)
     nodes = await service.bodies.write(lambda: tree(text))
-    await service.bodies.respond(send, {"nodes": nodes}, LARGE_VALUES + 1 if len(text) > LARGE_VALUES else 0)
+    await service.bodies.respond(send, lambda: {"nodes": nodes}, LARGE_VALUES + 1 if len(text) > LARGE_VALUES else 0)
 
 
 def _text(body: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,6 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "weight_format": described.weight_format,
             "quantization": described.quantization,
             "speculation": llm.core.speculator is not None,
-            "roofline_tokens_per_sec": service.roofline_tokens_per_sec,
             "sampling_params": {
                 name: {field: getattr(service.defaults[url], field) for field in SAMPLING}
                 for name, url in (("completions", COMPLETIONS), ("chat", CHAT))
@@ -118,9 +117,8 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
         ids = await service.llm.tokenize(request.prompt) if request.prompt else start
         if not request.add_special_tokens:
             ids = ids[len(start) :]
-    strings = await service.bodies.write(lambda: _strings(service, ids)) if request.return_token_strs else None
-    found = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
-    await service.bodies.respond(send, {**found, "token_strs": strings}, 2 * len(ids))
+    document = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
+    await service.bodies.respond(send, lambda: document, len(ids))
 
 
 async def count_tokens(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,12 +130,6 @@ async def count_tokens(service: Service, scope: Scope, receive: Receive, send: S
     except NanoinferError as e:
         raise messages_error(e, request) from None
     await respond_json(send, {"input_tokens": len(ids)})
-
-
-def _strings(service: Service, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of equal ones the same string."""
-    texts = {token: service.decode([token]) for token in set(token_ids)}
-    return [texts[token] for token in token_ids]
 
 
 async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +156,8 @@ async def detokenize(service: Service, scope: Scope, receive: Receive, send: Sen
         return ids
 
     ids = await service.bodies.read(receive, convert)
-    await service.bodies.respond(send, {"prompt": await service.llm.decode(ids)}, len(ids))
+    document = {"prompt": await service.llm.decode(ids)}
+    await service.bodies.respond(send, lambda: document, len(ids))
 
 
 async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,7 +165,17 @@ async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) 
     await respond(send, service.openapi())
 
 
-async def pool(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+async def embed(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the embedding of each input."""
+    await _pool(service, scope, receive, send)
+
+
+async def rerank(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return documents in the order of their relevance for a query."""
+    await _pool(service, scope, receive, send)
+
+
+async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request to embed or to score. If the client disconnects, its requests end."""
 
     def convert(body: Mapping[str, Any]) -> PoolingRequest:
@@ -190,7 +193,9 @@ async def pool(service: Service, scope: Scope, receive: Receive, send: Send) -> 
         outputs: Any = await service.llm.pool(
             lambda: llm.pooler.plan(inputs, documents, request.params, **options), watch.receive
         )
-        body = pooling_body(request, outputs, request_id=new_id(), model=service.names[0], created=int(time.time()))
+        body = partial(
+            pooling_body, request, outputs, request_id=new_id(), model=service.names[0], created=int(time.time())
+        )
         await service.bodies.respond(send, body, num_requests * width)
 
 

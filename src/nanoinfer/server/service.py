@@ -14,8 +14,6 @@ from typing import Any
 from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
-from nanoinfer.errors import NanoinferError
-from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.protocols import messages, output, responses
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
 from nanoinfer.protocols.requests import GenerationRequest
@@ -29,6 +27,8 @@ from nanoinfer.utils.checks import show
 log = logging.getLogger("nanoinfer.server")
 SHAPES = {**output.SHAPES, RESPONSES: responses.SHAPE, MESSAGES: messages.SHAPE}
 """Of the routes that generate."""
+MAX_LEFT_OUT = 64
+"""Kinds of things that requests have and the model is not told, each of which a line of the log names once."""
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat's is the model's max_new_tokens, else the context length."""
 
@@ -58,10 +58,6 @@ class Service:
             COMPLETIONS: replace(of_model, max_tokens=chosen or MAX_TOKENS),
             **dict.fromkeys((CHAT, RESPONSES), replace(of_model, max_tokens=chosen or of_chats)),
         }
-        measured = max_tokens_per_sec(llm.llm.model) if config.measure_roofline else None
-        self.roofline_tokens_per_sec = measured
-        """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
-
         self.openapi: Callable[[], bytes] = bytes
         """Returns the OpenAPI document; set by `build_app`, which has the routes."""
 
@@ -80,7 +76,10 @@ class Service:
         check_logprobs(body, self.config)
         request = SHAPES[url].parse(body, self.defaults.get(url, self.defaults[CHAT]))
         self.check_model(request.model)
-        for what in set(request.left_out) - self._left_out:
+        params = request.params
+        if params.overflow == "slide" and params.truncate_prompt_tokens is None:  # each output has a copy of its prompt
+            request = replace(request, params=replace(params, truncate_prompt_tokens=-1))
+        for what in set(request.left_out) - self._left_out if len(self._left_out) < MAX_LEFT_OUT else ():
             self._left_out.add(what)
             log.warning("%s: left out, because this server cannot run it: %s", url, what)
         return request
@@ -134,22 +133,3 @@ def names_of(model: str) -> tuple[str, ...]:
 def new_id() -> str:
     """Return what follows "cmpl-" in the id of a response."""
     return secrets.token_hex(16)
-
-
-def max_tokens_per_sec(model: ModelInfo) -> float | None:
-    """Measure this machine, and return the most tokens/s of one sequence that it allows; None if that is unknown.
-
-    The sequence has half the context length. A measurement takes seconds, and all cores.
-    """
-    from nanoinfer.roofline.arithmetic import decode
-    from nanoinfer.roofline.formats import FORMATS, mixed
-    from nanoinfer.roofline.measure import MEASURE, find_device
-    from nanoinfer.roofline.predict import predict
-
-    name = model.quantization or model.dtype
-    fmt = mixed(model.config, model.block_formats, name) or FORMATS[name]
-    context = max(1, model.config.block_size // 2)
-    try:
-        return 1 / predict(decode(model.config, fmt), find_device(MEASURE, model.device), fmt, 1, context).seconds
-    except NanoinferError:
-        return None

@@ -225,10 +225,9 @@ function draw(answer) {
   });
 }
 
-/** Show the speed of an answer, and the roofline's limit. */
+/** Show the speed of an answer. */
 function showSpeed(answer) {
-  const limit = info.roofline_tokens_per_sec, speed = answer?.speed;
-  const stats = byId("stats");
+  const speed = answer?.speed, stats = byId("stats");
   const add = (name, value, className = "") => stats.append(element(
     "div", {}, element("dt", { className, textContent: name }), element("dd", { textContent: value }),
   ));
@@ -237,11 +236,6 @@ function showSpeed(answer) {
   if (answer) add("tokens", answer.count);
   if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
-  byId("roofline").hidden = !limit; // null: not measured
-  if (!limit) return;
-  const share = speed ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
-  byId("limit").textContent = `${share} roofline's limit for one sequence: ${limit.toFixed(0)} tokens per second`;
-  byId("meter").value = Math.min(1, (speed ?? 0) / limit);
 }
 
 // Errors ------------------------------------------------------------------------------------------------------
