@@ -214,7 +214,6 @@ def test_defaults_give_readable_text(run: Run, tiny_folder: Path) -> None:
 
 
 def test_flags_that_are_not_given_are_the_models(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from helpers.models import make_folder
     from nanoinfer import LLM
 
     folder = make_folder(tmp_path / "tiny")
@@ -334,27 +333,3 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder: Path) -> None:
     assert child.wait(timeout=60) == 0
     assert child.stderr is not None
     assert child.stderr.read() == b""
-
-
-def test_characters_are_never_halved_on_a_pipe(run: Run, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m", chars=None)
-    from nanoinfer.training.data import train_bpe
-
-    text = train_bpe(["\u00e9\u4e2d\U0001f600 "], 256)
-    from dataclasses import replace
-
-    from helpers.models import TINY
-
-    folder = make_folder(tmp_path / "bytes", replace(TINY, vocab_size=256), chars=None)
-    (folder / "tokenizer.json").write_text(text)
-    code, out, _ = run("generate", "\u4e2d", "-m", folder, "--max-tokens", 200, "--overflow", "slide", "--seed", 2)
-    assert code == 0
-    assert "\ufffd" in out  # random bytes: bad ones are shown as U+FFFD, and nothing raised
-
-
-def test_an_unencodable_terminal_does_not_crash(tiny_folder: Path) -> None:
-    env = one_thread() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = subprocess.run(
-        command("generate", "Go", "-m", tiny_folder, "--max-tokens", 5), capture_output=True, env=env, check=False
-    )
-    assert done.returncode == 0

@@ -263,16 +263,6 @@ def test_environments(changes: dict[str, str], folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_without_a_home(folder: Path) -> None:
-    for arguments in (ROOFLINE, ("generate", "Go", "-m", "~no-such-user/x")):
-        done = subprocess.run(
-            [sys.executable, "-m", "nanoinfer", *arguments],
-            capture_output=True, env={"PATH": os.environ["PATH"]}, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == (0 if arguments is ROOFLINE else 2)
-        check_messages(done.stderr.decode())
-
-
 # Interrupts ---------------------------------------------------------------------------------------------------
 
 MARKED = "import sys, os; from nanoinfer.cli import main; sys.argv[0] = 'nanoinfer'; os.write(1, b'.'); main()"

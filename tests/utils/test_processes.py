@@ -60,15 +60,6 @@ assert in_child(lambda: in_child(lambda: tokens(llm) != expected)) == 0, "the ch
 def work():
     global llm
     new = load()
-    same = tokens(new) == expected
-    del llm
-    same = same and tokens(new) == expected
-    del new
-    return not same
-assert in_child(work) == 0, "the parent's engine dropped, then its own"
-def work():
-    global llm
-    new = load()
     del new
     same = tokens(llm) == expected
     del llm
@@ -112,11 +103,11 @@ def test_forked_children_generate(engine: tuple[str, ...], tiny_folder: Path) ->
     need(engine[0])
     done = run(LOADED + FORKS, str(tiny_folder), *engine)
     warnings = done.stderr.count("PyTorch computes with one thread")
-    assert warnings == (0 if engine[0] == "native" else 4)  # one for each child that loads
+    assert warnings == (0 if engine[0] == "native" else 3)  # one for each child that loads
 
 
 @pytest.mark.parametrize("engine", ["native", "static"])
-@pytest.mark.slow_if(lambda engine: engine == "native")
+@pytest.mark.slow_if(lambda engine: engine != "native")
 def test_a_forked_child_loads_the_first_model(engine: str, tiny_folder: Path) -> None:
     need(engine)
     run(FIRST, str(tiny_folder), engine)
@@ -141,7 +132,7 @@ def generate():
         llm.generate("Go", SamplingParams(max_tokens=20))
 threading.Thread(target=generate, daemon=True).start()
 outcomes = set()
-for _ in range(12):
+for _ in range(6):
     time.sleep(0.01)
     start = time.monotonic()
     outcomes.add(in_child(work))
@@ -201,25 +192,6 @@ def test_daemon_threads_that_generate_do_not_disturb_the_exit(
         done = run(PREPARE + DAEMON, str(tiny_folder), *engine)
         assert done.stderr == ""
         assert time.monotonic() - float(done.stdout) < processes.EXIT_WAIT_SEC  # no step lasts long here
-
-
-SAMPLER = """
-import sys, threading, time
-import numpy as np
-from nanoinfer import _native
-rows = np.random.default_rng(0).standard_normal((64, 50257)).astype(np.float32)
-def sample():
-    while True:
-        _native.sample_rows(logits=rows, rows=[None] * 64)
-for _ in range(2):
-    threading.Thread(target=sample, daemon=True).start()
-time.sleep(0.05)
-"""
-
-
-def test_the_extension_alone_does_not_disturb_the_exit() -> None:
-    need("native")
-    assert run(SAMPLER).stderr == ""
 
 
 def test_the_exit_waits_for_a_step_and_lets_no_other_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ class FileOutput:
                 self.done = self._load()
                 self._check_content()
             elif self._state.exists() and not self._is_known():
-                raise NanoinferError(_foreign(self._state))
+                raise _foreign(escaped(self._state))
         except BaseException:
             self.close()
             raise
@@ -205,15 +205,17 @@ class FileOutput:
         except OSError as e:
             raise _unwritable(self.name, e) from None
         try:
-            take_lock(self._fd, self.name)
-        except NanoinferError:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self.close()
-            raise
+            raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended") from None
+        except OSError:  # a file system without locks
+            pass
 
     def _load(self) -> Checkpoint:
         """Return the checkpoint of the file's state."""
         if not self._state.exists():
-            raise NanoinferError(_foreign(self._path))
+            raise _foreign(self.name)
         state = read_object(self._state, MAX_STATE_BYTES, "the state of a batch")
         names = {f.name: type(f.default) for f in fields(Checkpoint)}
         values = state.get("checkpoint")
@@ -224,16 +226,17 @@ class FileOutput:
             or {name: type(value) for name, value in values.items()} != names
         ):
             raise self._refusal(f"cannot be continued: {escaped(self._state.name)} is malformed")
-        if difference := difference_of(state["settings"], self._settings):
-            raise self._refusal(difference)
+        before, now = state["settings"], self._settings
+        for name in {**now, **before}:
+            if before.get(name) != now.get(name):
+                raise self._refusal(f"was made with {name}={before.get(name)!r}, not {now.get(name)!r}")
         return Checkpoint(**values)
 
     def _is_known(self) -> bool:
         """Return whether the file at the path of the state is that of a batch."""
-        try:
+        with suppress(NanoinferError):
             return read_object(self._state, MAX_STATE_BYTES, "the state of a batch").get("format") == FORMAT
-        except NanoinferError:
-            return False
+        return False
 
     def _check_content(self) -> None:
         """Compare the hash of the file up to the checkpoint, and the beginning of what follows."""
@@ -257,24 +260,6 @@ class FileOutput:
 
 
 Output = FileOutput | StreamOutput
-
-
-def take_lock(fd: int, name: str) -> None:
-    """Lock an open file until it is closed. Raises NanoinferError, with the name, if another process has."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise NanoinferError(f"{name} is being written by another process: wait until it has ended") from None
-    except OSError:  # a file system without locks
-        pass
-
-
-def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in which setting two batches differ: "was made with seed=1, not 2"; "" if they are the same."""
-    for name in {**now, **before}:
-        if before.get(name) != now.get(name):
-            return f"was made with {name}={before.get(name)!r}, not {now.get(name)!r}"
-    return ""
 
 
 def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> Output:
@@ -325,18 +310,13 @@ def refuse_same_file(inputs: list[str], output: str) -> None:
     """Raise NanoinferError if the output, or its state, is one of the inputs."""
     for name in inputs:
         for target in (output, f"{output}.state"):
-            if (file := _identity(name, sys.stdin)) is not None and file == _identity(target, sys.stdout):
-                shown = "standard input" if name == STANDARD else escaped(name)
-                raise NanoinferError(f"{shown} is the input and {escaped(output)} the output: they are the same file")
-
-
-def _identity(name: str, standard: Any) -> tuple[int, int] | None:
-    """Return device and inode of a regular file; None if it is none, or does not exist."""
-    try:
-        status = os.fstat(standard.fileno()) if name == STANDARD else os.stat(name)
-    except (OSError, ValueError):
-        return None
-    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+            is_same = False
+            with suppress(OSError, ValueError):  # one of them does not exist
+                is_same = os.path.samefile(name, target)
+            if is_same:
+                raise NanoinferError(
+                    f"{escaped(name)} is the input and {escaped(output)} the output: they are the same file"
+                )
 
 
 def _after(done: Checkpoint, error: str) -> Checkpoint:
@@ -349,9 +329,9 @@ def _after(done: Checkpoint, error: str) -> Checkpoint:
     )
 
 
-def _foreign(path: Path) -> str:
-    return (
-        f"{escaped(path)} exists and was not written by this command: give another output, or replace it by --overwrite"
+def _foreign(name: str) -> NanoinferError:
+    return NanoinferError(
+        f"{name} exists and was not written by this command: give another output, or replace it by --overwrite"
     )
 
 

@@ -92,9 +92,9 @@ class OwnForm:
 
     def __init__(self, place: Place, fields: Mapping[str, Any], several: bool) -> None:
         self._fields = fields
-        given = fields.get("id", fields.get("custom_id"))
+        line_id = fields.get("id", fields.get("custom_id"))
         file = {"file": place.file} if several else {}
-        self._start: Record = {"line": place.line, **file, "id": given if _is_id(given) else None}
+        self._start: Record = {"line": place.line, **file, "id": line_id if _is_id(line_id) else None}
 
     def request(self, defaults: SamplingParams) -> GenerationRequest:
         """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
@@ -117,20 +117,20 @@ class OwnForm:
         if "messages" in prompt:
             template = {name: fields[name] for name in TEMPLATE if fields.get(name) is not None}
             return GenerationRequest(params, (), prompt["messages"], template)
-        if given := [name for name in TEMPLATE if name in fields]:
-            raise NanoinferError(f"{given[0]} needs messages: a prompt has no template")
+        if names := [name for name in TEMPLATE if name in fields]:
+            raise NanoinferError(f"{names[0]} needs messages: a prompt has no template")
         return GenerationRequest(params, [prompt])
 
     def record(self, outputs: Sequence[RequestOutput]) -> Record:
         """Return the record of a line that succeeded."""
         (output,) = outputs
-        made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
-        for o in made:
+        completions = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
+        for o in completions:
             if "logprobs" in o:
                 o["logprobs"] = plain_logprobs(o["logprobs"])
             if "message" in o:
                 o["message"] = asdict(o["message"])
-        record = {**self._start, "outputs": made, "usage": usage(outputs), "seed": output.seed, "error": None}
+        record = {**self._start, "outputs": completions, "usage": usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
             record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
         if output.num_dropped_tokens:
@@ -201,10 +201,10 @@ def _read_object(line: Line) -> Mapping[str, Any]:
         raise NanoinferError(
             f"the line has {line.num_bytes} bytes; the limit is {MAX_LINE_BYTES}: split it, or shorten the prompt"
         )
-    found = parse_json(decode_utf8(line.content, "the line"), "the line is not JSON")
-    if not isinstance(found, dict):
-        raise NanoinferError(f"the line {show(found)} is not a JSON object: write {{'prompt': ...}}")
-    return found
+    fields = parse_json(decode_utf8(line.content, "the line"), "the line is not JSON")
+    if not isinstance(fields, dict):
+        raise NanoinferError(f"the line {show(fields)} is not a JSON object: write {{'prompt': ...}}")
+    return fields
 
 
 def _is_id(value: Any) -> bool:

@@ -166,23 +166,23 @@ class BatchRunner:
             self._num_running += len(request.sequences)
         self._core.submit(entry.requests)
 
-    def _make(self, given: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
+    def _make(self, request: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
-        if isinstance(given, PoolingRequest):
-            shared: Any = {"salt": given.cache_salt, "priority": given.priority}
-            entry.work = self._llm.pooler.plan(given.inputs, given.documents, given.params, **shared)
+        if isinstance(request, PoolingRequest):
+            shared: Any = {"salt": request.cache_salt, "priority": request.priority}
+            entry.work = self._llm.pooler.plan(request.inputs, request.documents, request.params, **shared)
             entry.requests = entry.work.make()
             return
-        prompts: Sequence[Any] = given.prompts
-        base: Any = given.params
-        if given.messages is not None:
-            options = ChatOptions(self._options.chat_template, **given.template)
-            chat = chat_prompt(self._llm.formatter, as_conversation(given.messages), options, given.params)
-            prompts = [{"prompt_token_ids": self._llm.requests.fit(chat.text, given.params, rendered=True)}]
+        prompts: Sequence[Any] = request.prompts
+        base: Any = request.params
+        if request.messages is not None:
+            options = ChatOptions(self._options.chat_template, **request.template)
+            chat = chat_prompt(self._llm.formatter, as_conversation(request.messages), options, request.params)
+            prompts = [{"prompt_token_ids": self._llm.requests.fit(chat.text, request.params, rendered=True)}]
             chat = chat.compiled(self._llm.requests)
             base, entry.answers = chat.params, None if chat.answers.plain else chat.answers
         params = [base] * len(prompts)
-        if given.params.seed is None:
+        if request.params.seed is None:
             seeds = (derive_seed(self._options.seed, entry.place.number, i) for i in range(len(prompts)))
             params = [replace(base, seed=seed) for seed in seeds]
         entry.requests = self._llm.requests.make_all(prompts, params)

@@ -58,8 +58,8 @@ class RayFlags:
         """Return the job of the cluster's actors."""
         from nanoinfer.ray.pool import Job
 
-        given = tuple(are_given(f.name for f in dataclasses.fields(SamplingParams)))
-        return Job(config, options, given, num_actors=self.num_actors, cpus_per_actor=self.cpus_per_actor, **more)
+        own = tuple(are_given(f.name for f in dataclasses.fields(SamplingParams)))
+        return Job(config, options, own, num_actors=self.num_actors, cpus_per_actor=self.cpus_per_actor, **more)
 
 
 @command("batch")

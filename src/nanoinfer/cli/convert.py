@@ -88,14 +88,14 @@ def pack(*, model: str, output: Path, tokenizer: str | None, options: EngineConf
 @command("export")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed.")
 @argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=click.Path(path_type=Path))
-@option("format", "Format of the weights: F32, F16, BF16 or Q8_0.", "NAME")
+@option("format", "Format of the weights: F32, F16, BF16 or Q8_0; llama-quantize makes others of F16.", "NAME")
 @option("force", "Replace the file if it exists.")
 @config_flag("tokenizer")
 @option("no_tokenizer", "Write no tokenizer: the file then takes token ids only.")
 def export(
     *, model: str, output: Path, format: str = "F16", force: bool, tokenizer: str | None, no_tokenizer: bool
 ) -> None:
-    """Write a model as a GGUF file, which llama.cpp loads; its llama-quantize makes other formats of it.
+    """Write a model as a GGUF file, which llama.cpp loads.
 
     Examples:
         nanoinfer export shakespeare shakespeare.gguf

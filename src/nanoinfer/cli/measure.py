@@ -254,10 +254,10 @@ def _show_operators(console: Any, p: Profile) -> None:
     console.print(_table("operator", rows, p))
     console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
     console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
-    if (made := p.launches) is not None:
+    if (launched := p.launches) is not None:
         console.print(
-            f"a step runs {made.kernels_per_step:,.1f} kernels, {made.kernels_per_layer:,} in a layer; the host"
-            f" launches {made.launches_per_step:,.1f}"
+            f"a step runs {launched.kernels_per_step:,.1f} kernels, {launched.kernels_per_layer:,} in a layer; the host"
+            f" launches {launched.launches_per_step:,.1f}"
         )
 
 

@@ -70,11 +70,11 @@ def serve(
         run.serve(AsyncLLM.from_config(configs[0]), server, bound)
 
 
-def _by_model(models: Sequence[str], given: Sequence[str]) -> dict[str, str | None]:
+def _by_model(models: Sequence[str], values: Sequence[str]) -> dict[str, str | None]:
     """Return the chat template of each model from values of --chat-template, FILE or MODEL=FILE; None: its own."""
-    found: dict[str, str | None] = dict.fromkeys(models)
-    for value in sorted(given, key=lambda value: any(value.startswith(f"{model}=") for model in models)):
+    templates: dict[str, str | None] = dict.fromkeys(models)
+    for value in sorted(values, key=lambda value: any(value.startswith(f"{model}=") for model in models)):
         model = next((model for model in models if value.startswith(f"{model}=")), None)
         template = read_text(Path(value if model is None else value[len(model) + 1 :]), "a chat template")
-        found |= dict.fromkeys(models if model is None else [model], template)
-    return found
+        templates |= dict.fromkeys(models if model is None else [model], template)
+    return templates

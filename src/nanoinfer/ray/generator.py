@@ -53,11 +53,10 @@ class Generator:
         **options: Any,
     ) -> None:
         llm = LLM(model, **{"threads": actor_cpus(), "target_step_ms": None, **options})
-        given = sampling_params
-        if not isinstance(given, SamplingParams):
-            given = replace(llm.requests.defaults, **(given or {}))
+        if not isinstance(sampling_params, SamplingParams):
+            sampling_params = replace(llm.requests.defaults, **(sampling_params or {}))
         self._number = number
-        self._service = LineService(llm, BatchOptions(given, seed, chat_template))
+        self._service = LineService(llm, BatchOptions(sampling_params, seed, chat_template))
 
     async def __call__(self, batch: Any) -> pa.Table:
         """Return the rows of a batch with the columns of their records."""

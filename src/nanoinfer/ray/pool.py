@@ -44,7 +44,7 @@ class Job:
 
     config: LLMConfig
     options: BatchOptions
-    given: tuple[str, ...]
+    own_params: tuple[str, ...]
     """Fields of the sampling parameters that the model's generation_config.json does not replace."""
     several: bool = False
     """Whether records name the file of their line."""
@@ -73,7 +73,7 @@ class LineActor:
         try:
             check_versions(versions)
             llm = LLM.from_config(job.config)
-            options = replace(job.options, defaults=llm.requests.merge(job.options.defaults, job.given))
+            options = replace(job.options, defaults=llm.requests.merge(job.options.defaults, job.own_params))
             self._service = LineService(llm, options, job.several)
         except Exception as e:
             self._fault = f"node {node_name()}: {one_line(e)}"

@@ -37,9 +37,9 @@ def api_keys() -> list[str]:
 
 def num_cpus() -> int:
     """Return the number of CPUs that this process may use: under `taskset` and in containers, fewer than there are."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux, others
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux, others
     limit = cpu_limit()
-    return found if limit is None else max(1, min(found, math.ceil(limit)))
+    return count if limit is None else max(1, min(count, math.ceil(limit)))
 
 
 def waited_seconds(tasks: Path = _TASKS) -> float | None:
@@ -47,11 +47,11 @@ def waited_seconds(tasks: Path = _TASKS) -> float | None:
 
     The second number of a schedstat: https://docs.kernel.org/scheduler/sched-stats.html
     """
-    found = []
+    seconds = []
     for path in tasks.glob("*/schedstat"):
         with suppress(OSError, IndexError):  # the thread has ended
-            found.append(int(path.read_text().split()[1]) * 1e-9)
-    return sum(found) if found else None
+            seconds.append(int(path.read_text().split()[1]) * 1e-9)
+    return sum(seconds) if seconds else None
 
 
 def cpu_limit() -> float | None:

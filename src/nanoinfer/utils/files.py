@@ -167,10 +167,10 @@ def read_json(path: Path, limit: int, what: str) -> Any:
 
 def read_object(path: Path, limit: int, what: str) -> dict[str, Any]:
     """Return the content of a JSON file that is an object. Raises NanoinferError as `read_json`, or if it is none."""
-    found = read_json(path, limit, what)
-    if not isinstance(found, dict):
-        raise NanoinferError(f"{escaped(path)} contains a {type(found).__name__}: it is not a JSON object")
-    return found
+    content = read_json(path, limit, what)
+    if not isinstance(content, dict):
+        raise NanoinferError(f"{escaped(path)} contains a {type(content).__name__}: it is not a JSON object")
+    return content
 
 
 def parse_json(text: str | bytes, complaint: str) -> Any:
@@ -189,11 +189,11 @@ def parse_json(text: str | bytes, complaint: str) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object; refuse duplicate keys, for which readers use different values."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        (twice, _), *_ = (Counter(k for k, _ in pairs) - Counter(list(made))).items()
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        (twice, _), *_ = (Counter(k for k, _ in pairs) - Counter(list(fields))).items()
         raise ValueError(f"the key {twice[:80]!r} is duplicated")
-    return made
+    return fields
 
 
 def _short(digits: str) -> str:
