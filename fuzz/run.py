@@ -27,7 +27,7 @@ TARGETS = ("safetensors", "packed", "config", "index", "generation", "gguf",
            "quantized-packed-config", "quantized-fp8-config", "quantized-nf4-config", "quantized-ternary",
            "quantized-ternary-config",
            "gguf-native", "gguf-part-1", "gguf-part-2", "export-config", "export-tokenizer", "meta", "tiktoken",
-           "tokenizer", "vocab", "merges", "added-tokens", "tekken", "tokenizer-config", "head-config", "head-weights", "state",
+           "tokenizer", "vocab", "merges", "added-tokens", "tekken", "tokenizer-config", "state",
            "results", "kinds", "names", "params", "streams", "answers", "chat-templates", "response-templates", "tools",
            "requests", "lines", *BOUNDARY)  # fmt: skip
 ROUNDS = 3  # processes per target, which limits the memory that one process accumulates
