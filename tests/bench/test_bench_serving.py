@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
-from nanoinfer.bench import results, table
+from nanoinfer.bench import results
 from nanoinfer.bench.backends import require_case
 from nanoinfer.bench.backends.engines import EngineBackend
-from nanoinfer.bench.case import Case, Row, make_requests
-from nanoinfer.bench.results import Results
+from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.run import Plan, run
-from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.worker import WorkerProcess
 from nanoinfer.engines.registry import ENGINES
@@ -157,25 +153,3 @@ def test_a_prefix_cache_that_changes_tokens_is_not_timed(
     plain, shared = made.rows
     assert (plain.error, shared.figures, shared.same_tokens) == (None, None, False)
     assert str(shared.error).startswith("not timed: token ")
-
-
-def rows() -> list[Row]:
-    """The rows of the suite, with figures that pretend a token every 0.1 s, and a gap of 0.5 s in the last sequence."""
-    figures = summarize([RunTimes(20, [[0.5, 0.6, 0.7], [0.5, 0.6, 1.1]])])
-    return [Row(case, figures, speedup=6.2) for case in cases(quick=False)]
-
-
-def test_the_table_fits_80_columns_and_has_the_rates_first() -> None:
-    made = Results(
-        "serving", "the best peer", "", None, "", {}, {}, {"read_bytes_per_sec": 1, "flops_per_sec": {}}, rows()
-    )
-    out = StringIO()
-    table.show(made, Console(file=out, width=80))
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    head = next(line.split() for line in text.splitlines() if line.startswith("backend"))
-    assert head[:6] == ["backend", "output/s", "x", "tok/s", "TTFT", "ms"]
-    assert "gap ms" in text
-    for words in ("+ prefix cache", "+ steps of 64", "batch 64, mixed", "batch 200, prefix 520+10 tokens", "500"):
-        assert words in text
-    assert "speed-ups over the best peer in the same shape\n" in "\n".join(x.rstrip() for x in text.splitlines()) + "\n"

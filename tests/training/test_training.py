@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.cli import command, one_thread
+from helpers.cli import command
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import LayerKind, Rotary
@@ -155,17 +155,6 @@ def test_learning_rate_rises_then_follows_the_cosine() -> None:
     assert learning_rate(9, config) == pytest.approx(1.0)
     assert learning_rate(59, config) == pytest.approx(0.6)
     assert learning_rate(109, config) == pytest.approx(0.2)
-
-
-@pytest.mark.slow
-def test_train_prints_progress_on_stderr_and_the_result_on_stdout(config: TrainConfig) -> None:
-    done = subprocess.run(
-        command("train", "--data", *config.data, "--out", config.out, "--max-steps", 4, "--eval-interval", 2),
-        capture_output=True, text=True, env=one_thread(), check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith("best validation loss")
-    assert "step 2/4" in done.stderr
-    assert "step 4/4" in done.stderr
 
 
 def test_a_model_of_another_family_is_trained_on(config: TrainConfig, tmp_path: Path) -> None:
