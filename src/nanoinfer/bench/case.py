@@ -88,7 +88,7 @@ class Case:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What two cases must share to be run round by round beside each other."""
+        """The fields that two cases must share to be run round by round beside each other."""
         return self.model, self.sampler, self.batch, self.prompt_tokens, self.output_tokens, self.workload
 
     @property
@@ -142,7 +142,7 @@ class Requests:
     prompts: list[list[int]]
     output_tokens: list[int]
     num_late: int = 0
-    """How many of them, the last ones, arrive when all others have their first token."""
+    """Number of requests, the last ones, that arrive when all others have their first token."""
 
     @property
     def longest(self) -> int:
@@ -196,7 +196,7 @@ class Row:
     same_tokens: bool | None = None
     """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
     peak_memory_bytes: int | None = None
-    """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
+    """Peak memory of the backend's own process (on a GPU: torch.cuda's peak of the memory in use)."""
     weight_bytes: int | None = None
     """Bytes of weights that one decoding step reads."""
     bytes_per_token: float | None = None
@@ -208,7 +208,7 @@ class Row:
     kernels_per_step: float | None = None
     """Kernels that a decode step runs on the GPU, replayed ones included; at batch 1 a step is a token."""
     kernels_per_layer: int | None = None
-    """Of them, what one layer takes."""
+    """Kernels of one layer."""
     launches_per_step: float | None = None
     """Launches by the host in a decode step, of kernels and of graphs."""
     verify_ratio: float | None = None
@@ -218,9 +218,9 @@ class Row:
     speedup: float | None = None
     """Output tokens/s over the baseline's in the same shape."""
     speedup_min: float | None = None
-    """Of cases with a draft: the smallest ratio to plain decoding of two runs in the same round."""
+    """Smallest ratio to plain decoding in the same round, of a case with a draft."""
     speedup_max: float | None = None
-    """The same, the largest."""
+    """Largest ratio to plain decoding in the same round."""
     acceptance_percent: float | None = None
     """Share of the verified proposals that were accepted (cases with a draft)."""
     mean_accepted_length: float | None = None

@@ -20,7 +20,7 @@ class RunTimes:
     """One timed run: when each token of each sequence arrived, in seconds since the run began."""
 
     num_prompt_tokens: int
-    """Of all sequences together."""
+    """Prompt tokens of all sequences together."""
     arrivals: list[list[float]]
     """For each sequence, the arrival time of each of its tokens; not empty."""
     waited_sec: float | None = None

@@ -17,7 +17,7 @@ from nanoinfer.bench.results import Results, headline
 
 
 class Column(NamedTuple):
-    """What a column shows of a row, and what its heading means."""
+    """A column: the text that it shows of a row, and the meaning of its heading."""
 
     show: Callable[[Row], str]
     legend: str = ""

@@ -51,7 +51,7 @@ class Chosen:
     tokens: Poly
     """Number of tokens."""
     num_bytes: int
-    """Of one expert of each layer."""
+    """Bytes of one expert of each layer."""
 
     def __call__(self, B: int, N: int) -> int:
         """Return the expected number of bytes, rounded."""

@@ -24,7 +24,7 @@ class Ceiling:
 
     name: str
     bandwidth_bytes_per_sec: float
-    """Of the main memory."""
+    """Bandwidth of the main memory."""
     flops_per_sec: Mapping[str, float]
     """Throughput by dtype; dtypes that the device does not support, or that were not measured, are missing. "int8":
     products of 8-bit or 4-bit weights with 8-bit activations."""
