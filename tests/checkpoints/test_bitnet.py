@@ -32,8 +32,6 @@ from nanoinfer.engines.base import StepBatch  # noqa: E402
 from nanoinfer.engines.registry import ENGINES  # noqa: E402
 from nanoinfer.models.layers import rounded  # noqa: E402
 from nanoinfer.roofline.shapes import find_shape  # noqa: E402
-from nanoinfer.training.loop import prepare  # noqa: E402
-from nanoinfer.training.train_config import TrainConfig  # noqa: E402
 from nanoinfer.utils.arrays import to_numpy  # noqa: E402
 
 SHAPE = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -125,18 +123,6 @@ def test_logits_equal_those_of_transformers(case: str, folder_of: Callable[[str]
     for part in plain.modules():
         part._forward_pre_hooks.clear()
     assert (plain(TEXTS) - expected).abs().median() > 1e-3  # rounding matters
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_values_are_codes_times_the_scale(case: str, folder_of: Callable[[str], tuple[Any, Path]]) -> None:
-    model, folder = folder_of(case)
-    kind, scale, _ = CASES[case]
-    for name, tensor in open_folder(folder).read():
-        if name.endswith("mlp.c_proj.weight"):
-            codes = model.get_submodule(f"model.layers.{name.split('.')[2]}.mlp.down_proj").weight
-            codes = codes if kind == "autobitlinear" else bitnet.unpack_weights(codes, torch.float32)
-            expected = codes.double() * (scale if kind == "autobitlinear" else 1 / scale)
-            np.testing.assert_array_equal(tensor.float32(), expected.float().numpy())
 
 
 @torch.inference_mode()
@@ -233,13 +219,6 @@ def test_bad_tensors_are_refused(
     save_file(stored | {name: change(stored[name]).contiguous()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     refuses(lambda: open_folder(tmp_path), message)
-
-
-def test_it_is_not_trained(folder_of: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("to be or not to be\n" * 500)
-    init = str(folder_of("multiplied")[1])
-    config = TrainConfig(data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), init=init, block_size=16)
-    refuses(lambda: prepare(config), "cannot be written as a folder")
 
 
 def test_a_description_that_contradicts_itself_is_refused() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from helpers.environment import ROOT
 from helpers.errors import refuses
@@ -272,26 +271,3 @@ def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleT
     prompt, rounding = model.tokenizer.encode("O Romeo, Romeo!"), 0.1 if format.startswith("F") else 0.5
     equal = num_equal(peer, tmp_path / "a.gguf", prompt, rounding, 40, 128)
     assert equal >= (40 if format == "F32" else 10)
-
-
-@pytest.mark.parametrize("case", ["gpt_neox", "llama", "llama3-8192", "qwen2", "qwen3", "gemma3-7-layers", "olmo2-tied",
-                                  "smollm3", "gemma", "gemma2-10", "phi", "granite-plain", "olmo", "stablelm",
-                                  "stablelm-parallel", "stablelm-norms", "cohere-plain", "cohere-norms", "cohere2",
-                                  "exaone4-no-window",
-                                  "ernie4_5-plain", "seed_oss-plain", "arcee"])  # fmt: skip
-def test_llama_cpp_computes_the_same_logits(case: str, peer: ModuleType, tmp_path: Path) -> None:
-    """llama.cpp stores keys and values in float16."""
-    from nanoinfer.checkpoints.gpt_loading import load_gpt
-
-    make_family(case, tmp_path / "hf")
-    model = load_model(str(tmp_path / "hf"))
-    export(model, tmp_path / "a.gguf")
-    ids = np.random.default_rng(0).integers(0, 61, 30).tolist()
-    with torch.inference_mode():
-        ours = load_gpt(model.weights)(torch.tensor([ids]))[0].numpy()
-    theirs = peer.LlamaCpp(str(tmp_path / "a.gguf"), 1, 64, threads=1).run([(0, ids, True)])
-    assert np.median(np.abs(ours - theirs)) < 0.01
-    best = ours.argmax(1)
-    differ = best != theirs.argmax(1)
-    assert differ.sum() <= 1
-    assert np.abs(ours - theirs).max() < 0.2
