@@ -133,13 +133,14 @@ DIGESTS = {
     "Q4_0": "7a39e7e97e387d59", "Q4_1": "c60e8bfb88636f15", "Q5_0": "e3f3db838cda23b7", "Q5_1": "75f2b9ba3e1f6a14",
     "Q8_0": "f9eb333c064e213c", "Q2_K": "4aa5161533d7463c", "Q3_K": "244a127a7e648354", "Q4_K": "32575d58f6fd62c6",
     "Q5_K": "d3e2457817598d6c", "Q6_K": "baff438ee46773d2", "IQ4_NL": "0b7ecdac4aca0f17",
-    "IQ4_XS": "6ec773cbdae4ef77", "MXFP4": "2ca8fb7b8615d458",
-    "TQ2_0": "dd25d9052cd5e03b", "IQ3_XXS": "3917587a312533c9",
-    "IQ3_S": "b8189a86b5668b36", "IQ2_S": "2581b561a6bfa21b",
+    "IQ4_XS": "6ec773cbdae4ef77", "MXFP4": "2ca8fb7b8615d458", "TQ1_0": "d76aca47d4e20fcb",
+    "TQ2_0": "dd25d9052cd5e03b", "OLLAMA_MXFP4": "91f76bcfb4c775e4", "IQ3_XXS": "3917587a312533c9",
+    "IQ3_S": "b8189a86b5668b36", "IQ2_S": "2581b561a6bfa21b", "NVFP4": "4d5b3e1e9fa05b40",
 }  # fmt: skip
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
           "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
-          "TQ2_0": [64], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0]}  # fmt: skip
+          "TQ1_0": [52], "TQ2_0": [64], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "NVFP4": [],
+          "OLLAMA_MXFP4": []}  # fmt: skip
 QUANTIZED = {kind: f for kind, f in FORMATS.items() if f.compute is not None}
 
 
@@ -149,7 +150,7 @@ def random_blocks(kind: int, count: int = 64) -> np.ndarray:
     numbers = np.arange(count * format.block_bytes, dtype=np.uint64) + np.uint64(1 + 1000 * kind)
     mixed = (numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
     blocks = (mixed & np.uint64(255)).astype(np.uint8).reshape(count, -1)
-    if format.name == "MXFP4":
+    if format.name.endswith("MXFP4"):
         blocks[:, 0] &= 0xBF  # 2^63 at most
     for at in SCALES[format.name]:
         blocks[:, at + 1] &= 0xBB  # an exponent of at most 14 of 31
@@ -169,6 +170,8 @@ def test_values_of_a_format(kind: int) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED, ids=[f.name for f in QUANTIZED.values()])
 def test_values_of_a_format_are_those_of_the_gguf_package(kind: int) -> None:
     quants = pytest.importorskip("gguf.quants")
+    if kind == 4:
+        pytest.skip("a format of Ollama's")
     blocks = random_blocks(kind, 5000)  # more than are computed at a time
     expected = quants.dequantize(blocks.reshape(1, -1), quants.GGMLQuantizationType(kind))
     np.testing.assert_array_equal(FORMATS[kind].dequantize(blocks), expected.reshape(-1))
@@ -176,7 +179,7 @@ def test_values_of_a_format_are_those_of_the_gguf_package(kind: int) -> None:
 
 def test_the_sizes_of_formats_are_those_of_the_gguf_package() -> None:
     constants = pytest.importorskip("gguf.constants")
-    for kind, format in FORMATS.items():
+    for kind, format in ((kind, format) for kind, format in FORMATS.items() if kind != 4):  # of Ollama's
         known = constants.GGMLQuantizationType(kind)
         assert (known.name, constants.GGML_QUANT_SIZES[known]) == (format.name, (format.block_size, format.block_bytes))
 
@@ -203,8 +206,8 @@ def test_experts_in_every_format_are_matrices_of_its_blocks(kind: int, tmp_path:
     stored = Stored((3, 32, 256), kind, blocks.tobytes())
     weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf", tensors={name: stored}))
     ours = "transformer.h.0.mlp.experts.c_fc.weight"
-    own = "Q8_0" if FORMATS[kind].rounded else FORMATS[kind].name
-    assert weights.block_formats[ours] == ((own.lower(), 96),)
+    own = ("Q8_0",) if FORMATS[kind].rounded else FORMATS[kind].converted or (FORMATS[kind].name,)
+    assert weights.block_formats[ours] == ((own[0].lower(), 96),)
     assert weights.block_formats[ours.replace("c_fc", "c_gate")] == (("q8_0", 96),)  # they share their inputs
     values = FORMATS[kind].dequantize(blocks).reshape(96, 256)
     np.testing.assert_array_equal(dict(weights.read())[ours].float32(), values)
@@ -323,6 +326,67 @@ def test_architectures_that_are_others_by_another_name(case: str, arch: str, tmp
     same_logits(
         model, rewritten(path, lambda tensors: None, **dict.fromkeys(old) | named | {"general.architecture": arch})
     )
+
+
+@pytest.mark.parametrize("kind", [39, 4])
+def test_files_of_gpt_oss_by_ollama(kind: int, tmp_path: Path) -> None:
+    """Names of its own; the rows of the experts' gates and first matrices alternate. Its MXFP4 has another order."""
+    case = CASES["gpt_oss"][1] | {"hidden_size": 32, "intermediate_size": 32}
+    model = make_folder_of("GptOssConfig", case, tmp_path / "hf")
+    blocks = random_blocks(kind, 5 * 64)
+    blocks[:, 0] = 122  # a scale of 1 / 32
+    values = FORMATS[kind].dequantize(blocks).reshape(5, 64, 32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj.copy_(torch.from_numpy(values).transpose(1, 2))
+
+    def change(tensors: dict[str, Stored]) -> None:
+        for name in list(tensors):
+            theirs = name.replace("attn_output", "attn_out").replace("attn_sinks.weight", "attn_sinks")
+            tensors[theirs.replace("post_attention_norm", "ffn_norm")] = tensors.pop(name)
+        for i in range(4):
+            gate, up = (tensors.pop(f"blk.{i}.ffn_{part}_exps.bias") for part in ("gate", "up"))
+            pair = [np.frombuffer(part.content, np.float32).reshape(5, -1) for part in (gate, up)]
+            tensors[f"blk.{i}.ffn_gate_up_exps.bias"] = as_f32(np.stack(pair, 2).reshape(5, -1))
+            for part in ("gate", "up"):
+                del tensors[f"blk.{i}.ffn_{part}_exps.weight"]
+            tensors[f"blk.{i}.ffn_gate_up_exps.weight"] = Stored((5, 64, 32), kind, blocks.tobytes())
+
+    path = convert(model, tmp_path / "a.gguf")
+    keys = dict.fromkeys(read_gguf(path).metadata)
+    own = {
+        key.replace("gpt-oss", "gptoss"): v for key, v in read_gguf(path).metadata.items() if "scaling.type" not in key
+    }
+    rewritten(path, change, **keys | own | {"general.architecture": "gptoss"})
+    same_logits(model, path)
+    formats = gguf.open_file(path)[0].block_formats
+    assert {formats[f"transformer.h.0.mlp.experts.{name}.weight"] for name in ("c_gate", "c_fc")} == {(("mxfp4", 160),)}
+    prompts, tokens = [[3, 5, 7, 11]], []
+    for engine in ("native", "paged"):
+        outputs = LLM(str(path), engine=engine, dtype="float32").generate(
+            prompts, SamplingParams(max_tokens=8, temperature=0)
+        )
+        tokens.append(outputs[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_factors_of_nvfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A number beside a matrix, or one for each expert; numbers of activations are left out."""
+    size = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 3}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL | size))
+    more = {}
+    for name, shape, factors in (("attn_output", (64, 64), [0.5]), ("ffn_up_exps", (3, 32, 64), [1.0, 2.0, 4.0])):
+        more[f"blk.0.{name}.weight"] = Stored(shape, 40, random_blocks(40, int(np.prod(shape)) // 64).tobytes())
+        more[f"blk.0.{name}.scale"] = as_f32(np.array(factors))
+        more[f"blk.0.{name}.input_scale"] = as_f32(np.array([3.0]))
+    weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf", tensors=more))
+    found = dict(weights.read())
+    for ours, shape, factors in (("attn.c_proj", (64, 64), [0.5]), ("mlp.experts.c_fc", (96, 64), [1.0, 2.0, 4.0])):
+        values = FORMATS[40].dequantize(random_blocks(40, int(np.prod(shape)) // 64)).reshape(len(factors), -1)
+        expected = (values * np.array(factors, np.float32)[:, None]).reshape(shape)
+        np.testing.assert_array_equal(found[f"transformer.h.0.{ours}.weight"].float32(), expected)
+        assert weights.block_formats[f"transformer.h.0.{ours}.weight"] == (("q8_0", shape[0]),)
+    assert "a.gguf: engine native rounds the values of its formats NVFP4 to Q8_0" in caplog.text
 
 
 def test_parts_that_do_not_run_are_left_out_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -268,5 +268,5 @@ def test_what_is_no_file_is_refused_at_once(make: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [np.array([3, 3], np.int32), ["a", "b"], 5])
 def test_the_kind_of_a_tokenizer_is_a_string(model: Any, tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "a.gguf", model=model)
-    refuses(lambda: load_tokenizer(str(path)), "tokenizer.ggml.model=", "only gpt2, llama and gemma4 are")
+    refuses(lambda: load_tokenizer(str(path)), "tokenizer.ggml.model=", "only gpt2, llama, t5 and gemma4 are")
     assert "tokenizer.ggml.model=" in load_model(str(path)).no_tokenizer_reason

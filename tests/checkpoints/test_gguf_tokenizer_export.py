@@ -15,7 +15,7 @@ import pytest
 from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import TINY, make_weights
-from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, word_piece
+from helpers.trained_tokenizers import TEXTS, bpe, unigram, word_piece
 
 hf = pytest.importorskip("tokenizers")
 
@@ -29,7 +29,7 @@ from nanoinfer.checkpoints.load import LoadedModel, load_model  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
 from nanoinfer.tokenizers import tokenizer as tokenizers  # noqa: E402
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, byte_level, decode  # noqa: E402
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers  # noqa: E402
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -140,15 +140,49 @@ def test_a_start_token_is_added_by_the_reader_too() -> None:
     assert read(metadata).bos_token_id == starting.bos_token_id == tokenizer.vocab_size - 3
 
 
-def test_a_model_without_an_end_token_names_a_byte_that_text_has_not() -> None:
+def test_a_model_without_an_end_token_names_a_byte_that_text_has_not(caplog: pytest.LogCaptureFixture) -> None:
     """llama.cpp takes token 11 as the end token otherwise."""
     metadata = write(bpe())
     assert metadata["tokens"][metadata["eos_token_id"]] == "ÿ"
+    assert not caplog.text
+    assert "eos_token_id" not in write(CharTokenizer("ab "))
+    assert "no end token" in caplog.text
+
+
+def test_characters() -> None:
+    tokenizer = CharTokenizer("\n !,.:?abcdefXYZ0\x00~")
+    metadata = write(tokenizer, vocab_size=40)
+    assert metadata["tokens"][:3] == ["Ċ", "Ġ", "!"]
+    check_same(read(metadata), tokenizer, ["a bad cab,\n\nfed  ", "XYZ: 000!?", ""])
+    refuses(lambda: write(CharTokenizer("abé")), "character-level", "'é'", "ASCII")
+    refuses(lambda: write(CharTokenizer(["a", "bc"])), "'bc'")
+
+
+def train_sentencepiece(prefix: bool) -> Tokenizer:
+    core = hf.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
+    core.train_from_iterator(["the cat sat on the mat and the hats were thin"] * 3 + TEXTS[:2], trainer)
+    model = json.loads(core.to_str())["model"]
+    plain = models.BPE(
+        model["vocab"], [tuple(m) for m in model["merges"]], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    made = hf.Tokenizer(plain)
+    replace_spaces = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if prefix else []), replace_spaces])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizers.from_json(made.to_str(), "sentencepiece")
 
 
 def test_other_kinds_are_refused() -> None:
-    for other in (word_piece(), byte_fallback(), CharTokenizer("ab ")):
-        refuses(lambda other=other: write(other), "only byte-level BPE")  # type: ignore[misc]
+    refuses(lambda: write(word_piece()), "WordPiece", "only byte-level BPE")
+    refuses(lambda: write(unigram()), "Unigram", "only byte-level BPE")
+    words = hf.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder()
+    refuses(lambda: write(tokenizers.from_json(words.to_str(), "words")), "only byte-level BPE")
     core = hf.Tokenizer.from_str(tokenizers.to_json(bpe()))
     model = json.loads(core.to_str())["model"]
     core.model = models.BPE(model["vocab"], [tuple(m) for m in model["merges"]], dropout=0.999)
@@ -193,7 +227,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     assert found.chat_template == model.chat_template
 
 
-@pytest.mark.parametrize("kind", ["bytes", "deepseek-v3", "nothing"])
+@pytest.mark.parametrize("kind", ["bytes", "deepseek-v3", "scores", "characters", "nothing"])
 def test_llama_cpp_splits_texts_into_the_same_tokens(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,9 +236,9 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(
     vs_llamacpp = importlib.import_module("vs_llamacpp")
     made: dict[str, Tokenizer] = {
         "bytes": with_special(gguf_tokenizer.SPLITS["smollm"]),
-        "deepseek-v3": with_special(gguf_tokenizer.SPLITS["deepseek-v3"]),
-        "nothing": bpe(),
-    }
+        "deepseek-v3": with_special(gguf_tokenizer.SPLITS["deepseek-v3"]), "scores": train_sentencepiece(True),
+        "characters": CharTokenizer("\n !,.:?abcdefXYZ0"), "nothing": bpe(),
+    }  # fmt: skip
     tokenizer, path = made[kind], tmp_path / "a.gguf"
     weights = make_weights(config_of(tokenizer))
     model = LoadedModel("m", weights, weights.config, tokenizer, chat_template="{{ messages }}")
@@ -215,7 +249,9 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(
     if kind == "nothing":
         return
     vocab = lib.llama_model_get_vocab(lib.llama_get_model(peer.context))
-    for sample in [t for t in TEXTS if t and "\x00" not in t]:
+    for sample in (
+        ["a bad cab, fed", "XYZ:\n\n"] if kind == "characters" else [t for t in TEXTS if t and "\x00" not in t]
+    ):
         raw, ids = sample.encode(), (ctypes.c_int32 * 1000)()
         count = lib.llama_tokenize(vocab, raw, len(raw), ids, 1000, False, True)
         assert ids[:count] == tokenizer.encode(sample), sample

@@ -110,9 +110,15 @@ PIECES = {
     "smollm command-r": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
     "llama-bpe smaug-bpe glm4": "fooBar| |67|'T|a| I|'LL| |123|45| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
     "minicpm5": "fooBar| |67|'T|a| I|'LL| |123|45|  |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
-    "qwen2": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
-    "seed-coder": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//|\n|/|\n|\u4e2dz|,\u3042",
+    "jais-2": "fooBar| |67|'T|a| I|'LL| |123|45| | |7|q|\u0301x|  | | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "qwen2 grok-2": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "qwen35": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "ufakzeka": "fooBar| |6|7|'Ta| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
+    "laguna seed-coder": "fooBar| |6|7|'T|a| I|'LL| |1|2|3|4|5| | |7|q|\u0301x|   | a|+//|\n|/|\n|\u4e2dz|,\u3042",
+    "exaone-moe": "fooBar| |6|7|'T|a I|'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2dz|,\u3042",
     "deepseek-v3": "fooBar| |67|'Ta| I|'LL| |123|45|  |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,|\u3042",
+    "spark2_5": "fooBar| |6|7|'Ta| I|'LL| |1|2|3|4|5|  |7|q\u0301x|   | a|+//|\n|/|\n|\u4e2d|z|,|\u3042",
+    "afmoe": "fooBar| |67|'Ta| I|'LL| |12|345|  |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,|\u3042",
     "deepseek-llm": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2d|z|,|\u3042",
     "deepseek-coder": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|   | a|+|//|\n|/|\n|\u4e2d|z|,|\u3042",
     "gpt-4o llama4": "foo|Bar| |67|'Ta| I'LL| |123|45| | |7|q\u0301x|   | a|+//\n/\n|\u4e2dz|,\u3042",
@@ -120,6 +126,11 @@ PIECES = {
     "tiny_aya": "foo|Bar| |67|'Ta| I'LL| |12|345| | |7|q\u0301x|   | a|+//\n/\n|\u4e2dz|,\u3042",
     "kimi-k2": "foo|Bar| |67|'Ta| I'LL| |123|45| | |7|q\u0301x|   | a|+//\n|/\n|\u4e2d|z|,\u3042",
     "youtu": "foo|Bar| |6|7|'Ta| I'LL| |1|2|3|4|5| | |7|q\u0301x|   | a|+//\n/\n|\u4e2d|z|,|\u3042",
+    "superbpe": "fooBar |67|'Ta I'LL |12|345|  |7|q\u0301x    a+//\n/\n\u4e2dz,\u3042",
+    "falcon": "fooBar| 67|'|Ta| I|'|LL| |123|45| | 7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "chameleon": "fooBar| |6|7|'|Ta| I|'|LL| |1|2|3|4|5|  |7|q|\u0301|x|    |a|+|/|/|\n|/|\n|\u4e2dz|,|\u3042",
+    "bloom": "fooBar| 67'Ta| I'LL| 12345| | 7q\u0301x|   | a+//|\n|/|\n|\u4e2dz|,|\u3042",
+    "viking": "fooBar| |6|7|'Ta| I'LL| |1|2|3|4|5| | |7|q\u0301x|   | a+//|\n|/|\n|\u4e2dz|,|\u3042",
     "default": "fooBar| |67|'|Ta| I|'|LL| |123|45| | |7|q|\u0301|x|   | a|+//|\n|/|\n|\u4e2dz|,|\u3042",
 }
 
@@ -138,13 +149,15 @@ def test_each_way_of_splitting_has_its_pieces(names: str, tmp_path: Path) -> Non
 def test_each_name_of_a_decoder_has_a_way_of_splitting() -> None:
     assert {name for names in PIECES for name in names.split()} == {names.split()[0] for names, _ in gguf_splits._ROWS}
     flags = {n: (s.add_bos, s.whole_words, s.compose) for n, s in gguf_splits.SPLITS.items()}
-    start = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken"
+    start = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken chameleon"
     whole = "glm4 glm5 minicpm5 llama4 kimi-k2 youtu"
-    composed = "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo f2llmv2 command-r tiny_aya cohere2moe olmo mpt"
+    composed = (
+        "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo f2llmv2 qwen35 command-r tiny_aya cohere2moe olmo mpt"
+    )
     assert {name for name, flag in flags.items() if flag[0]} == set(start.split())
-    assert {name for name, flag in flags.items() if flag[1]} == {*start.split(), *whole.split()}
+    assert {name for name, flag in flags.items() if flag[1]} == {*start.split(), *whole.split()} - {"chameleon"}
     assert {name for name, flag in flags.items() if flag[2]} == set(composed.split())
-    others = "starcoder refact exaone4 phi-2 trillion a.x-4.0 joyai-llm hunyuan-dense kanana2 minimax-m2"
+    others = "starcoder refact exaone4 phi-2 trillion a.x-4.0 joyai-llm hunyuan-dense kanana2 minimax-m2 bailingmoe2"
     assert flags.keys() >= set(others.split())
 
 
@@ -296,7 +309,7 @@ def test_sequences_end_where_llama_cpp_ends_them(name: str, kind: int) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tokenizer": ({"model": None}, ["no tokenizer", "tokenizer.ggml.model"]),
-    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama and gemma4"]),
+    "a kind": ({"model": "bert"}, ["tokenizer.ggml.model='bert'", "gpt2, llama, t5 and gemma4"]),
     "a split": ({"pre": "jina-v2-es"}, ["tokenizer.ggml.pre='jina-v2-es'", "give tokenizer= a folder"]),
     "no tokens": ({"tokens": []}, ["tokenizer.ggml.tokens"]),
     "types of some tokens": ({"token_type": np.ones(3, np.int32)}, ["tokenizer.ggml.token_type", "347"]),

@@ -128,8 +128,16 @@ def test_a_sharded_checkpoint_loads(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size="6KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     same_logits(load_folder(tmp_path)[0], theirs, IDS)
-    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()  # all shards say how many they are
+    same_logits(load_folder(tmp_path)[0], theirs, IDS)
+    max(tmp_path.glob("model-*")).unlink()
     refuses(lambda: load_folder(tmp_path), "has no model.safetensors", "model-00001-of-0000")
+
+
+def test_the_layout_of_other_code_is_named(tmp_path: Path) -> None:
+    for name in ("params.json", "consolidated.safetensors"):
+        (tmp_path / name).write_text("{}")
+    refuses(lambda: load_folder(tmp_path), "params.json and no config.json", "model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -269,6 +277,11 @@ def test_each_end_token_ends_a_sequence(tmp_path: Path) -> None:
         out = LLM(str(make_folder(tmp_path / "two", config))).generate([[5, 9, 2]], params)[0].outputs[0]
         assert out.finish_reason == "stop"
         assert out.token_ids == free[: free.index(free[3]) + 1]
+
+
+def test_weights_of_modelopt_are_named(tiny_folder: Path) -> None:
+    (tiny_folder / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}}')
+    refuses(lambda: load_folder(tiny_folder), "hf_quant_config.json", "modelopt", "compressed-tensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe\x00", b"[" * 100_000])
@@ -506,7 +519,7 @@ def test_safetensors_come_before_a_pickle(tiny_folder: Path) -> None:
 
 def test_a_pickle_of_old_says_what_to_do(tiny_folder: Path) -> None:
     to_pickle(tiny_folder, make_model().state_dict(), _use_new_zipfile_serialization=False)
-    refuses(lambda: load_folder(tiny_folder), "pytorch_model.bin", "save it again")
+    refuses(lambda: load_folder(tiny_folder), "pytorch_model.bin", "save it again with PyTorch 1.6 or later")
 
 
 @pytest.mark.parametrize("state", [[1], {"model": {}}, {"wte.weight": [1]}, torch.zeros(3)], ids=lambda v: repr(v)[:12])

@@ -109,14 +109,14 @@ def test_a_published_model_runs(name: str, tmp_path: Path) -> None:
 )
 def test_vocabularies_give_the_ids_that_llama_cpp_expects(path: Path) -> None:
     metadata = read_gguf(path.with_suffix("")).metadata
-    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    if kind == "bert" or (kind == "gpt2" and pre not in SPLITS):
-        pytest.skip("a vocabulary of encoders, or of an architecture that does not load")
+    if metadata["tokenizer.ggml.model"] == "bert":
+        pytest.skip("a vocabulary of encoders")
     tokenizer = read_tokenizer(metadata, path.name)
     texts = path.with_suffix(".inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     ids = [[int(i) for i in line.split()] for line in path.read_text().splitlines()]
     differ = [text for text, expected in zip(texts, ids, strict=False) if tokenizer.encode(text) != expected]
-    assert differ == []
+    # Qwen's tokenizer composes text (NFC), llama.cpp does not.
+    assert [text for text in differ if "qwen35" not in path.name or unicodedata.is_normalized("NFC", text)] == []
 
 
 class Proof:

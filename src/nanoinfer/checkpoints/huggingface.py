@@ -1,6 +1,6 @@
 """Load and save the Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors.
 
-Covered: one file, or shards with their index; GPT-2's tensor names with and without the `transformer.`
+Covered: one file, or all shards with or without their index; GPT-2's tensor names with and without the `transformer.`
 prefix; tied and untied heads; `pytorch_model.bin` if there is no safetensors file (torch_file.py reads it without
 executing code). Not covered: sharded `pytorch_model.bin`.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ _IMAGES = tuple(
         "multi_modal_projector. connector. image_newline embed_vision. embed_audio."
     ).split()
 )
+_SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
@@ -62,8 +64,16 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
     refuse_adapter(folder)
+    if (folder / "params.json").is_file() and not (folder / "config.json").is_file():
+        raise NanoinferError(
+            f"{escaped(folder)} has params.json and no config.json, the layout of Mistral's and Meta's own code: give a"
+            " folder in the Hugging Face layout (config.json, model.safetensors)"
+        )
     config = read_config(folder / "config.json", quantized=True)
     quantization = quantization_of(folder / "config.json")
+    if quantization is None and (path := folder / "hf_quant_config.json").is_file():
+        known = "save it as compressed-tensors, or use a GGUF file"
+        raise NanoinferError(f"{escaped(path)}: weights quantized by modelopt are not supported: {known}")
     stored: dict[str, StoredTensor] = {}
     files = [_text_part(_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
@@ -136,6 +146,9 @@ def weight_files(folder: Path) -> list[Path]:
         if (path := folder / name).is_file():
             return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())
+    shards = [m for name in there if (m := _SHARD.fullmatch(name))]
+    if shards and [(int(m[1]), int(m[2])) for m in shards] == [(i + 1, len(shards)) for i in range(len(shards))]:
+        return [folder / m[0] for m in shards]
     content = escaped(", ".join(there[:8])) or "nothing"
     raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it contains: {content})")
 

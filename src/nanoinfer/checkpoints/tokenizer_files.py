@@ -1,9 +1,18 @@
 """The tokenizer of a folder, and its chat templates, special tokens and default sampling parameters.
 
-The tokenizer is in the first of these: tokenizer.json; vocab.json with merges.txt; tekken.json (source:
-mistral_common/tokens/tokenizers/tekken.py). The chat template is in chat_template.jinja, else in tokenizer_config.json
-(a string, or a list of named templates), else in chat_template.json; special tokens are in tokenizer_config.json, else
-in special_tokens_map.json. transformers makes a tokenizer.json of a tokenizer.model.
+The tokenizer is in the first of these: tokenizer.json; vocab.json with merges.txt; tekken.json (Mistral);
+tokenizer.model (SentencePiece's BPE and unigram; a table of tiktoken's in Llama 3's); tiktoken.model (Moonlight). Added
+tokens are in added_tokens.json and tokenizer_config.json. Tables of merges and ranks do not say how text is split
+before BPE: the class of the tokenizer and the family of the model do.
+
+The chat template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of
+which "default" is taken), else in chat_template.json. The one for chats with tools, if there is another, is named
+"tool_use". Special tokens are in tokenizer_config.json, else in special_tokens_map.json. The response template is in
+tokenizer_config.json, sampling parameters are in generation_config.json.
+
+Sources: sentencepiece_model.proto of github.com/google/sentencepiece, which is read without the package;
+mistral_common/tokens/tokenizers/tekken.py; tiktoken/load.py.
+Not covered: its words and characters, and white space as a suffix.
 """
 
 from __future__ import annotations
@@ -12,11 +21,15 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.errors import NanoinferError
 from nanoinfer.tokenizers.chat_template import MAX_TEMPLATE
@@ -34,11 +47,11 @@ from nanoinfer.tokenizers.tokenizer import (
     read_table,
 )
 from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import decode_utf8, escaped, parse_json, read_limited, read_object
+from nanoinfer.utils.files import decode_utf8, escaped, first_bytes, parse_json, read_limited, read_object
 
 log = logging.getLogger("nanoinfer")
 
-NAMES = ("tokenizer.json", "tekken.json", "vocab.json with merges.txt")
+NAMES = ("tokenizer.json", "tekken.json", "vocab.json with merges.txt", "tokenizer.model", "tiktoken.model")
 _SPLIT_OF_CLASS = {"Qwen2Tokenizer": "qwen2", "CohereTokenizer": "command-r", "GPTNeoXTokenizer": "olmo"}
 _SPLIT_OF_FAMILY = {
     "gpt2": "gpt-2", "gptj": "gpt-2", "opt": "gpt-2", "phi": "gpt-2", "exaone4": "exaone4", "qwen2": "qwen2",
@@ -48,6 +61,17 @@ _SPLIT_OF_FAMILY = {
 }  # fmt: skip
 """model_type -> the name of its way of splitting text (gguf/splits.py)."""
 _MAX_CONFIG_BYTES = 1 << 20
+_RANKED = {"llama": "llama-bpe", "deepseek_v3": "kimi-k2", "kimi_k2": "kimi-k2"}
+"""model_type -> the same, of tables of tiktoken: of Llama 3 and Moonlight."""
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\n")
+_TEKKEN = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
+    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+"""Special tokens of the files of 2024, which do not list them."""
+_UNIGRAM, _BPE = 1, 2
+_LEADING_SPACE, _COLLAPSED, _ESCAPED = 3, 4, 5  # fields of NormalizerSpec
 
 
 def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
@@ -70,6 +94,10 @@ def open_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     """Return the tokenizer in a file, by its name: a tokenizer.json if it is none of the others. As `from_folder`."""
     if path.name == "tekken.json":
         return _from_tekken(path, num_tokens)
+    if path.name == "tiktoken.model" or (path.name == "tokenizer.model" and _LINE.match(first_bytes(path, 200))):
+        return _from_tiktoken(path, num_tokens)
+    if path.name == "tokenizer.model":
+        return _from_sentencepiece(path, num_tokens)
     return from_file(path, num_tokens)
 
 
@@ -97,7 +125,7 @@ def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
         _add(
             core, [*added.values(), *({"content": t, "special": True} for t in ("<|endoftext|>", *special) if t in ids)]
         )
-        _prepend_bos(core, folder, ids)
+        _prepend_bos(core, folder, ids, False)
         return ByteLevelTokenizer(core)
 
 
@@ -110,8 +138,9 @@ def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
         count = require_int("default_num_special_tokens", config["default_num_special_tokens"], 0, MAX_TOKENS)
         size = require_int("default_vocab_size", config["default_vocab_size"], count, MAX_TOKENS) - count
         ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in raw["vocab"][:size]}
+        listed = raw.get("special_tokens") or [{"rank": i, "token_str": name} for i, name in enumerate(_TEKKEN)]
         names = {i: f"<SPECIAL_{i}>" for i in range(count)}
-        names |= {require_int("rank", t["rank"], 0, count - 1): t["token_str"] for t in raw["special_tokens"]}
+        names |= {require_int("rank", token["rank"], 0, count - 1): token["token_str"] for token in listed}
         special = {name: i for i, name in names.items()}
         core = ranked(in_order(ranks, 0, bytes), special, (config["pattern"],), count)
         core.add_special_tokens(list(special))
@@ -120,10 +149,26 @@ def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
         return from_core(core)
 
 
-def _prepend_bos(core: Any, folder: Path, ids: dict[str, int]) -> None:
-    """Let prompts begin with the start token, if the folder's `add_bos_token` is true."""
+def _from_tiktoken(path: Path, num_tokens: int) -> Tokenizer:
+    """Return the tokenizer in a table of tiktoken's: lines of a token in base64 and its rank."""
+    where = escaped(path)
+    kind = _model_type(path.parent)
+    if (name := _RANKED.get(kind)) is None:
+        raise NanoinferError(f"{where} does not say how model_type={show(kind)} splits text: give a tokenizer.json")
+    raw, (added, _) = read_table(path, "a table of ranks", num_tokens), added_tokens(path.parent)
+    with explained(f"{where} is not a table of tiktoken's"):
+        ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, raw.splitlines())}
+        special = {token["content"]: i for i, token in added.items()}
+        core = ranked(in_order(ranks, 0, bytes), special, SPLITS[name].patterns)
+        _add(core, list(added.values()))
+        _prepend_bos(core, path.parent, special, SPLITS[name].add_bos)
+        return from_core(core)
+
+
+def _prepend_bos(core: Any, folder: Path, ids: dict[str, int], default: bool) -> None:
+    """Let prompts begin with the start token, if the folder or `default` says so."""
     bos = special_tokens(folder).get("bos_token")
-    if bos is not None and bos in ids and tokenizer_field(folder, "add_bos_token", False):
+    if bos is not None and bos in ids and tokenizer_field(folder, "add_bos_token", default):
         prepend(core, bos, ids[bos])
 
 
@@ -151,6 +196,91 @@ def _model_type(folder: Path) -> str:
     path = folder / "config.json"
     kind = read_object(path, _MAX_CONFIG_BYTES, "a config").get("model_type") if path.is_file() else None
     return kind if isinstance(kind, str) else ""
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return a number of protobuf's, and where it ends."""
+    value = 0
+    for i in range(10):
+        if at + i >= len(raw):
+            break
+        value |= (raw[at + i] & 127) << 7 * i
+        if raw[at + i] < 128:
+            return value, at + i + 1
+    raise ValueError("a number does not end")
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the fields of a message of protobuf: numbers, and bytes for everything else."""
+    at = 0
+    while at < len(raw):
+        key, at = _varint(raw, at)
+        if key & 7 == 0:
+            value, at = _varint(raw, at)
+            yield key >> 3, value
+            continue
+        if key & 7 not in (1, 2, 5):
+            raise ValueError(f"it has a field of the wire type {key & 7}")
+        size, at = _varint(raw, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
+        if size > len(raw) - at:
+            raise ValueError("a field is longer than the file")
+        yield key >> 3, raw[at : at + size]
+        at += size
+
+
+def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
+    """Return the tokenizer in a SentencePiece model: its pieces are those of a GGUF file, and are read as those."""
+    raw = read_table(path, "a SentencePiece model", num_tokens)
+    added, _ = added_tokens(path.parent)
+    with explained(f"{escaped(path)} is not a SentencePiece model that can be read"):
+        tokens: list[str] = []
+        scores: list[float] = []
+        kinds: list[int] = []
+        trainer: dict[int, Any] = {}
+        normalizer: dict[int, Any] = {}
+        for number, value in _fields(raw):
+            if number == 1 and len(tokens) >= MAX_TOKENS:
+                raise ValueError(f"it has more than {MAX_TOKENS} pieces")
+            if number == 1:
+                piece = dict(_fields(value))
+                tokens.append(piece[1].decode())
+                scores.append(struct.unpack("<f", piece.get(2, bytes(4)))[0])
+                kinds.append(piece.get(3, gguf_tokenizer.NORMAL))
+            elif number in (2, 3):
+                (trainer if number == 2 else normalizer).update(_fields(value))
+        if (kind := trainer.get(3, _UNIGRAM)) not in (_UNIGRAM, _BPE):
+            raise ValueError(f"model_type={kind} is not supported: only unigram and bpe are")
+        if trainer.get(24) or not normalizer.get(_ESCAPED, 1):
+            raise ValueError("white space as a suffix, or not escaped, is not supported")
+        for i, token in sorted(added.items()):
+            if i >= MAX_TOKENS:
+                raise ValueError(f"the added token {show(token['content'])} has the id {i}: the limit is {MAX_TOKENS}")
+            missing = i + 1 - len(tokens)
+            tokens += [""] * missing
+            scores += [0.0] * missing
+            kinds += [gguf_tokenizer.UNUSED] * missing
+            if tokens[i] not in ("", token["content"]):
+                raise ValueError(f"the added token {show(token['content'])} has the id of {show(tokens[i])}")
+            tokens[i] = token["content"]
+            kinds[i] = gguf_tokenizer.CONTROL if token["special"] else gguf_tokenizer.USER_DEFINED
+        ids = {"unknown": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
+        named = special_tokens(path.parent)
+        for name, text in (("bos", named.get("bos_token")), ("eos", named.get("eos_token"))):
+            ids[name] = tokens.index(text) if text in tokens else ids[name]
+        ids = {name: i for name, i in ids.items() if i < len(tokens)}  # -1, which is 2**64 - 1: there is none
+        metadata: dict[str, Any] = {
+            "model": "llama" if kind == _BPE else "t5",
+            "tokens": tokens,
+            "scores": np.array(scores, np.float32),
+            "token_type": np.array(kinds, np.int32),
+            "add_bos_token": tokenizer_field(path.parent, "add_bos_token", True) and "bos" in ids,
+            "add_space_prefix": bool(normalizer.get(_LEADING_SPACE, 1)),
+            "remove_extra_whitespaces": bool(normalizer.get(_COLLAPSED, 1)),
+            "precompiled_charsmap": np.frombuffer(normalizer.get(2, b""), np.uint8),
+            **{f"{name}_token_id": i for name, i in ids.items()},
+        }
+        prefix = gguf_tokenizer.PREFIX
+        return gguf_tokenizer.read_tokenizer({prefix + name: value for name, value in metadata.items()}, escaped(path))
 
 
 CHAT_FILES = (

@@ -11,7 +11,7 @@ from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import LLMConfig
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
-from nanoinfer.engines import registry
+from nanoinfer.engines import first_use, registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import shapes
@@ -47,7 +47,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         registry.resolve(options, device, resolve_dtype(options.dtype, device))
     loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
-    spec = registry.resolve(options, device, dtype)
+    spec = first_use.checked(registry.resolve(options, device, dtype), loaded.config, options, device, dtype)
     if options.dtype != "auto" and options.quantization is None:  # a dtype is asked for instead of the file's blocks
         loaded.weights = replace(loaded.weights, block_formats={})
     vocab_size = loaded.config.vocab_size

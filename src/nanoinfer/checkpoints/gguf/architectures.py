@@ -353,6 +353,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", _experts, _GRANITE, interleaved=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, (_WINDOW,), names={"ln_2": "post_attention_norm"}),
+    "gptoss": Architecture(
+        "gpt_oss", _gpt_oss, (_WINDOW,), names={"attn.c_proj": "attn_out", "attn.sinks": "attn_sinks"}
+    ),
     "gemma3": Architecture(
         "gemma3_text",
         _gemma3,

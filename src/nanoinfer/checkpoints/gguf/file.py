@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, UNSUPPORTED, Format
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.stored import ChangedTensor, StoredTensor, contiguous
-from nanoinfer.utils.arrays import FileBlocks, HostTensor
+from nanoinfer.utils.arrays import BlockMatrix, FileBlocks, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
 
@@ -55,12 +55,27 @@ class BlockTensor(StoredTensor):
     """A tensor whose rows are stored as blocks of quantized values. Its dtype is that of the values that are read."""
 
     format: Format
+    step: int = 1
+    """How many of the file's rows follow each other from one row of a matrix to the next."""
+    factors: StoredTensor | None = None
+    """Numbers that the values of equal parts, one after the other, are multiplied by; only in rounded formats."""
 
     def read_blocks(self) -> NDArray[np.uint8]:
         """Return the stored blocks, (num_blocks, bytes of a block). A row has consecutive blocks."""
-        blocks = np.empty((math.prod(self.shape) // self.format.block_size, self.format.block_bytes), np.uint8)
+        count, per_row = math.prod(self.shape) // self.format.block_size, self.shape[-1] // self.format.block_size
+        if self.step > 1:  # and the rows between, but for those after the last
+            count = (count // per_row - 1) * self.step * per_row + per_row
+        blocks = np.empty((count, self.format.block_bytes), np.uint8)
         self.file.read_into(self.start, blocks.reshape(-1).data)
+        if self.step > 1:
+            blocks = np.concatenate([blocks[i : i + per_row] for i in range(0, count, self.step * per_row)])
         return blocks
+
+    def alternate(self, count: int) -> list[StoredTensor]:
+        """As `StoredTensor.alternate`, for a matrix."""
+        shape, row_bytes = (self.shape[0] // count, self.shape[1]), self._stored_bytes(self.shape[-1:])
+        part = replace(self, shape=shape, strides=contiguous(shape), step=self.step * count)
+        return [replace(part, start=self.start + i * self.step * row_bytes) for i in range(count)]
 
     def _stored_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.format.block_size * self.format.block_bytes
@@ -76,18 +91,30 @@ class BlockTensor(StoredTensor):
     def block_format(self) -> str | None:
         """The format to compute in: what is not read as rows of blocks is rounded to Q8_0."""
         rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
-        return self.format.name.lower() if rows and not self.format.rounded else "q8_0"
+        return self._own[0].lower() if rows and not self.format.rounded else "q8_0"
+
+    @property
+    def _own(self) -> tuple[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]:
+        """Name of the format of a matrix that is read, and what makes its blocks of the stored ones."""
+        return self.format.converted or (self.format.name, lambda blocks: blocks)
 
     def read(self) -> HostTensor:
         """Return a matrix, whose rows of blocks are read later; read a tensor in float32. Raises as `StoredTensor`."""
-        if self.block_format == self.format.name.lower():
+        own, convert = self._own
+        if self.block_format == own.lower():
             rows, columns = self.shape
+            if own != self.format.name:
+                blocks = convert(self.read_blocks()).reshape(rows, -1)
+                return BlockMatrix(blocks, own.lower(), columns, BY_NAME[own].dequantize)
             row_bytes = columns // self.format.block_size * self.format.block_bytes
             places = np.full((rows, 2), self.file.fileno())
-            places[:, 1] = self.start + row_bytes * np.arange(rows)
+            places[:, 1] = self.start + row_bytes * self.step * np.arange(rows)
             files = frozenset((self.file,))
             return FileBlocks(places, self.block_format, columns, self.format.dequantize, row_bytes, files)
         values = self.format.dequantize(self.read_blocks())
+        if self.factors is not None:
+            factors = self.factors.read().float32().reshape(-1, 1)
+            values = (values.reshape(len(factors), -1) * factors).reshape(-1)
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")
 

@@ -42,13 +42,16 @@ class Format:
     """Bytes of a block."""
     compute: Callable[[Bytes], Floats] | None = None
     """Return the values of blocks, (num_blocks, block_size); None: the format is not quantized."""
+    converted: tuple[str, Callable[[Bytes], Bytes]] | None = None
+    """The format of the same values that engine native computes in, and what converts blocks; None: this one."""
+
     rounded: bool = False
     """Whether engine native has no such format, and rounds the values to Q8_0."""
 
     @property
     def native(self) -> bool:
         """Whether engine native computes in these blocks."""
-        return self.compute is not None and not self.rounded
+        return self.compute is not None and self.converted is None and not self.rounded
 
     def dequantize(self, blocks: Bytes) -> Floats:
         """Return the values of the bytes of whole blocks, in any shape, as one dimension."""
@@ -144,6 +147,19 @@ def _mxfp4(b: Bytes) -> Floats:
     return products
 
 
+def _ollama_mxfp4_to_mxfp4(b: Bytes) -> Bytes:
+    """Return blocks with values i and i + 16 in a byte, of blocks with values 2 i and 2 i + 1 in one."""
+    codes = _bits(b[:, 1:], 4, 1)
+    return np.concatenate([b[:, :1], codes[:, :16] | codes[:, 16:] << np.uint8(4)], axis=1)
+
+
+def _nvfp4(b: Bytes) -> Floats:
+    exponent, fraction = (b[:, :4] >> 3 & 15).astype(np.int32), (b[:, :4] & 7).astype(np.float32)
+    scales = np.where(exponent == 0, np.ldexp(fraction, -10), np.ldexp(1 + fraction / 8, exponent - 8))  # halves
+    scales[b[:, :4] == 127] = 0.0
+    return _grouped(scales.astype(np.float32), _E2M1[_bits(b[:, 4:], 4, 8)])
+
+
 def _signs(field: Bytes) -> Bytes:
     return np.unpackbits(np.ascontiguousarray(field), axis=1, bitorder="little")
 
@@ -169,6 +185,21 @@ def _iq3_s(b: Bytes) -> Floats:
     return _grouped(scales, IQ3_S.values(codes, _signs(b[:, 74:106])))
 
 
+def _trits(field: Bytes, count: int) -> Bytes:
+    """Return `count` digits of base 3 of each byte: the first ones of all bytes, then the second ones, and so on.
+
+    A byte is 256 / 3^5 times a number of five digits, rounded up: its product with 3 has the first digit above 8 bits.
+    """
+    rest = field[:, None, :] * np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]  # modulo 256
+    return (rest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(field), -1)
+
+
+def _tq1_0_to_tq2_0(b: Bytes) -> Bytes:
+    codes = np.concatenate([_trits(b[:, :32], 5), _trits(b[:, 32:48], 5), _trits(b[:, 48:52], 4)], axis=1)
+    fields = codes.reshape(len(b), 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return np.concatenate([np.bitwise_or.reduce(fields, axis=2).reshape(len(b), 64), b[:, 52:]], axis=1)
+
+
 def _tq2_0(b: Bytes) -> Floats:
     products: Floats = _half(b[:, 64:]) * (_bits(b[:, :64], 2, 32).astype(np.float32) - 1)
     return products
@@ -179,6 +210,7 @@ FORMATS: dict[int, Format] = {
     1: Format("F16", 1, 2),
     2: Format("Q4_0", 32, 18, lambda b: _half(b[:, :2]) * (_bits(b[:, 2:], 4, 16).astype(np.float32) - 8)),
     3: Format("Q4_1", 32, 20, lambda b: _half(b[:, :2]) * _bits(b[:, 4:], 4, 16).astype(np.float32) + _half(b[:, 2:4])),
+    4: Format("OLLAMA_MXFP4", 32, 17, lambda b: _mxfp4(_ollama_mxfp4_to_mxfp4(b)), ("MXFP4", _ollama_mxfp4_to_mxfp4)),
     6: Format("Q5_0", 32, 22, lambda b: _half(b[:, :2]) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)),
     7: Format("Q5_1", 32, 24, lambda b: _half(b[:, :2]) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b[:, 2:4])),
     8: Format("Q8_0", 32, 34, lambda b: _half(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)),
@@ -194,8 +226,10 @@ FORMATS: dict[int, Format] = {
     23: Format("IQ4_XS", _K, 136, _iq4_xs),
     28: Format("F64", 1, 8),
     30: Format("BF16", 1, 2),
+    34: Format("TQ1_0", _K, 54, lambda b: _tq2_0(_tq1_0_to_tq2_0(b)), ("TQ2_0", _tq1_0_to_tq2_0)),
     35: Format("TQ2_0", _K, 66, _tq2_0),
     39: Format("MXFP4", 32, 17, _mxfp4),
+    40: Format("NVFP4", 64, 36, _nvfp4, rounded=True),
 }
 """By ggml's number of the type."""
 BY_NAME = {format.name: format for format in FORMATS.values()}
@@ -231,8 +265,8 @@ def quantize_q8_0(values: Floats) -> Bytes:
 
 
 UNSUPPORTED = {
-    4: "MXFP4 of Ollama", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 19: "IQ1_S", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    29: "IQ1_M",
 }  # fmt: skip
 """Names of other types, for messages."""
 

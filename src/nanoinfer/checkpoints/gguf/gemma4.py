@@ -5,11 +5,12 @@ Source: llama.cpp, conversion/gemma.py and src/models/gemma4.cpp.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.checkpoints.gguf.metadata import LAYER_TYPES, Metadata, Row
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.stored import StoredTensor
+from nanoinfer.models.stored import StoredTensor, contiguous
 
 NAMES: dict[str, str | tuple[str, ...]] = {
     "per_layer.wte": "per_layer_token_embd",
@@ -29,8 +30,8 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "mlp.shared.c_fc": "ffn_up",
     "mlp.shared.c_proj": "ffn_down",
 }
-JOINED = "ffn_gate_up_exps.weight"
-"""Ending of a tensor that has the gate of each expert, and its first matrix below."""
+JOINED = ("ffn_gate_up_exps.weight", "ffn_gate_up_exps.bias")
+"""Endings of tensors that have the gate of each expert, and its first matrix below."""
 SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_exps.{}"}
 """Names in a file with such a tensor, after `split`."""
 STILL = 1e30
@@ -98,18 +99,24 @@ def _turning(m: Metadata, width: int) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": (2 * turning + 0.5) / width}
 
 
-def split(tensor: StoredTensor, num_experts: int) -> list[StoredTensor]:
+def split(tensor: StoredTensor, num_experts: int, alternating: bool) -> list[StoredTensor]:
     """Return the gate and the first matrix of each expert, one after the other, of a tensor with all of them.
 
     Args:
-        tensor: matrices, (experts, rows, in).
+        tensor: matrices, (experts, rows, in), or biases, (experts, rows).
         num_experts: number of experts.
+        alternating: whether the rows of both alternate, as in Ollama's files of gpt-oss; else they are halves.
 
     Raises:
         NanoinferError: it is not one of so many experts.
     """
-    if len(tensor.shape) != 3 or tensor.shape[0] != num_experts or tensor.shape[1] % 2:
+    fits = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and tensor.block_format is None)
+    if not fits or tensor.shape[0] != num_experts or tensor.shape[1] % 2:
         raise NanoinferError(
-            f"tensor {JOINED} is {list(tensor.shape)}, which is not two matrices of {num_experts} experts"
+            f"tensor {JOINED[0]} is {list(tensor.shape)}, which is not two matrices of {num_experts} experts"
         )
-    return tensor.merged().equal_parts(2 * num_experts)
+    shape = (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    whole = replace(tensor, shape=shape, strides=contiguous(shape))
+    if not alternating:
+        return whole.equal_parts(2 * num_experts)
+    return [part for one in whole.equal_parts(num_experts) for part in one.alternate(2)]

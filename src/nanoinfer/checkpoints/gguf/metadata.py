@@ -1,7 +1,7 @@
 """The metadata of an architecture in a GGUF file: keys are checked as they are read, and all must be known.
 
 Scaled rotary positions and windows are fields of config.json here. Sources: llama.cpp, conversion/base.py and
-src/llama-context.cpp.
+src/llama-context.cpp; Ollama, convert/convert_gptoss.go.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _is_one(value: object, numbers: tuple[float, ...]) -> bool:
 
 def scaling(m: Metadata) -> dict[str, Any] | None:
     """Return rope_scaling. llama.cpp stores Llama 3's as a divisor of each frequency, computed when converting."""
-    kind = m.get(m.key("rope.scaling.type"), "none")
+    kind = m.get(m.key("rope.scaling.type"), "yarn" if m.arch == "gptoss" else "none")  # Ollama's gptoss has none
     factor = m.float_("rope.scaling.factor", m.float_("rope.scale_linear", 1.0))
     m.get(m.key("rope.scaling.finetuned"))
     if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `architectures` reads them
@@ -183,7 +183,7 @@ def _yarn(m: Metadata, factor: float | None) -> dict[str, Any]:
         "original_max_position_embeddings": m.int_("rope.scaling.original_context_length"),
         "beta_fast": m.float_("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": m.float_("rope.scaling.yarn_beta_slow", 1.0),
-        "truncate": m.arch != "gpt-oss",
+        "truncate": m.arch not in ("gpt-oss", "gptoss"),
     }
     if m.arch == "deepseek2":
         return fields | {"attention_factor": 1.0, "mscale_all_dim": round(share / 0.1, 6)}

@@ -162,6 +162,9 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
     """Return the tensors without the frequencies, with the weights of norms as the family has them, and experts and
     heads as matrices: the values of an expert follow those of the expert before it."""
     stored = {name: t for name, t in file.tensors.items() if name not in (FREQUENCIES, *LONG.values())}
+    for name, t in list(stored.items()):
+        if isinstance(t, BlockTensor) and t.format.name == "NVFP4":
+            stored[name] = _with_factors(t, name, stored)
     tensors: dict[str, StoredTensor] = {}
     count = 0 if config.experts is None else config.experts.count
     for name, t in stored.items():
@@ -177,7 +180,7 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
                 raise NanoinferError(f"tensor {name} is {list(t.shape)}, but the config requires {list(shape)}")
             tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
         elif count and name.endswith(gguf_gemma4.JOINED):
-            for i, part in enumerate(gguf_gemma4.split(t, count)):
+            for i, part in enumerate(gguf_gemma4.split(t, count, layout.family == "gpt_oss")):
                 tensors[name.replace("gate_up_exps", f"{('gate', 'up')[i % 2]}_exps.{i // 2}")] = part
         elif config.latent and name.endswith(f"{JOINED_HEADS}.weight"):
             for ours, matrix in zip(("attn_k_b", "attn_v_b"), deepseek.split(config, name, t), strict=True):
@@ -185,6 +188,17 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
         else:
             tensors[name] = t
     return tensors
+
+
+def _with_factors(t: BlockTensor, name: str, tensors: dict[str, StoredTensor]) -> StoredTensor:
+    """Return a tensor with the factor of its values, or those of its experts, which another tensor has."""
+    base = name.removesuffix("weight")
+    tensors.pop(f"{base}input_scale", None)  # of activations of 4 bits
+    if (factors := tensors.pop(f"{base}scale", None)) is None:
+        return t
+    if math.prod(factors.shape) not in (1, t.shape[0] if len(t.shape) == 3 else 1):
+        raise NanoinferError(f"tensor {base}scale is {list(factors.shape)}, which does not fit {list(t.shape)}")
+    return replace(t, factors=factors)
 
 
 def stored_family(config: ModelConfig, layout: Architecture) -> Family:

@@ -2,7 +2,8 @@
 
 Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split, splits.py), `llama`
 (SentencePiece's BPE: scores instead of merges, and byte tokens for what the vocabulary lacks), and `gemma4`, the same
-with merges. Not covered: t5 (unigram), bert, rwkv and others. Byte-level BPE is also written.
+with merges, and `t5` (SentencePiece's unigram). Not covered: bert, rwkv and others. Written are byte-level BPE and
+vocabularies of ASCII characters, which are bytes.
 
 A SentencePiece vocabulary becomes a BPE with merges in the order of the scores, as in transformers'
 convert_slow_tokenizer.py (`generate_merges`, `LlamaConverter`).
@@ -30,10 +31,14 @@ from nanoinfer.tokenizers.limits import (
     MAX_TOKENS,
     MAX_TOKENS_WITHOUT_ROW,
     MERGES_PER_TOKEN,
+    check_growth,
+    described,
 )
 from nanoinfer.tokenizers.tokenizer import (
     ByteLevelTokenizer,
+    CharTokenizer,
     Tokenizer,
+    byte_alphabet,
     byte_level,
     explained,
     from_core,
@@ -104,9 +109,9 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     if kind is None or (isinstance(kind, str) and kind == "no_vocab"):  # not an array, which is compared by value
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
-        if not isinstance(kind, str) or kind not in ("gpt2", "llama", "gemma4"):
+        if not isinstance(kind, str) or kind not in ("gpt2", "llama", "t5", "gemma4"):
             raise NanoinferError(
-                f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama and gemma4 are:"
+                f"{PREFIX}model={show(kind)} is not supported: only gpt2, llama, t5 and gemma4 are:"
                 " give tokenizer= (--tokenizer) the model's folder or tokenizer.json"
             )
         vocabulary = _read_vocabulary(metadata)
@@ -269,22 +274,33 @@ def _with_characters(vocabulary: _Vocabulary) -> _Vocabulary:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, kind: str) -> tokenizers.Tokenizer:
-    """Return a BPE with byte fallback."""
+    """Return a BPE or, of the kind "t5", a unigram model, with byte fallback."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
     unknown = vocabulary.special("unknown", 0)
-    model = models.BPE(
-        vocabulary.ids,
-        _merges(vocabulary) if f"{PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
-        unk_token=None if unknown is None else vocabulary.tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    model: models.Model
+    if kind == "t5":
+        model = models.Unigram(_scored(vocabulary), unknown, byte_fallback=BYTE in vocabulary.kinds)
+    else:
+        model = models.BPE(
+            vocabulary.ids,
+            _merges(vocabulary) if f"{PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     core = tokenizers.Tokenizer(model)
-    prefix = vocabulary.flag("add_space_prefix", kind == "llama")
-    before = [normalizers.Prepend("▁")] if prefix else []
+    prefix = vocabulary.flag("add_space_prefix", kind in ("llama", "t5"))
+    before: list[normalizers.Normalizer] = []
+    charsmap = vocabulary.metadata.get(f"{PREFIX}precompiled_charsmap")
+    if isinstance(charsmap, np.ndarray) and charsmap.dtype.kind in "iu" and len(charsmap):
+        before.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
+    if vocabulary.flag("remove_extra_whitespaces", False):
+        before.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z| +(?= )"), ""))
+    before += [normalizers.Prepend("▁")] if prefix else []
     core.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    check_growth({"normalizer": described(core.normalizer)})
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return core
@@ -315,6 +331,13 @@ def _scores(vocabulary: _Vocabulary) -> NDArray[np.generic]:
     if not np.isfinite(scores).all():
         raise NanoinferError(f"{PREFIX}scores has values that are not finite")
     return scores
+
+
+def _scored(vocabulary: _Vocabulary) -> list[tuple[str, float]]:
+    """Return the tokens of a unigram model with their scores; those that are no text are never the best."""
+    parts = np.isin(vocabulary.kinds, (NORMAL, USER_DEFINED))
+    scores = np.where(parts, _scores(vocabulary)[: len(parts)].astype(np.float64), -1e6)
+    return list(zip(vocabulary.tokens, scores.tolist(), strict=True))
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -390,16 +413,16 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
     """Return the metadata of a tokenizer: what `read_tokenizer`, `end_tokens` and `special_tokens` read.
 
     Args:
-        tokenizer: of the model, byte-level BPE.
+        tokenizer: of the model, byte-level BPE or ASCII characters.
         config: of the model; rows of its embedding that have no token get the tokens [PAD...].
         special_tokens: variables of the chat template.
 
     Raises:
         NanoinferError: the tokenizer is of a kind that GGUF files do not support.
     """
-    core: Any = getattr(tokenizer, "core", None)
+    core: Any = _of_ascii(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else getattr(tokenizer, "core", None)
     model = json.loads(core.to_str())["model"] if core is not None else {"type": type(tokenizer).__name__}
-    if not isinstance(tokenizer, ByteLevelTokenizer) or model["type"] != "BPE":
+    if not isinstance(tokenizer, (ByteLevelTokenizer, CharTokenizer)) or model["type"] != "BPE":
         raise NanoinferError(f"the tokenizer is of the type {model['type']}: only byte-level BPE can be written")
     tokens, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], np.full(config.vocab_size, UNUSED, np.int32)
     ids: dict[str, int] = {t: i for t, i in core.get_vocab(with_added_tokens=True).items() if i < config.vocab_size}
@@ -418,7 +441,8 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
     }
     values |= _special_ids(tokenizer, config, special_tokens, ids) | {"add_space_prefix": False}
     metadata = {f"{PREFIX}{name}": value for name, value in values.items()}
-    if read_tokenizer(metadata, "the new file").encode(_TEXT) != tokenizer.encode(_TEXT):
+    text = "".join(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else _TEXT
+    if read_tokenizer(metadata, "the new file").encode(text) != tokenizer.encode(text):
         raise NanoinferError("the tokenizer splits text into other tokens than tokenizers of GGUF files")
     return metadata
 
@@ -429,6 +453,16 @@ def write_no_tokenizer(config: ModelConfig) -> dict[str, Value]:
     if config.bos_token_id is not None:
         named["bos"] = config.bos_token_id
     return {f"{PREFIX}model": "no_vocab", **{f"{PREFIX}{key}_token_id": i for key, i in named.items()}}
+
+
+def _of_ascii(chars: list[str]) -> tokenizers.Tokenizer:
+    """Return a vocabulary of characters as byte-level BPE without merges."""
+    from tokenizers import models
+
+    if wide := [c for c in chars if len(c) != 1 or not c.isascii()]:
+        raise NanoinferError(f"the tokenizer is character-level and has {show(wide[0])}: only ASCII can be written")
+    letters = {chr(byte): letter for letter, byte in byte_alphabet().items()}
+    return byte_level(models.BPE({letters[c]: i for i, c in enumerate(chars)}, []))
 
 
 def _special_ids(
@@ -446,7 +480,9 @@ def _special_ids(
             special["bos"] = start
     ends = sorted(config.eos_token_ids, key=lambda i: i != special.get("eos"))
     if not ends and "eos" not in special:
-        ends = [i for token, i in ids.items() if token == "\u00ff"]
+        ends = [ids[token] for token in ("\u00ff", "<0xFF>") if token in ids]
+        if not ends:
+            log.warning("the model has no end token: llama.cpp takes one of its tokens as one, so text may end there")
     tokens = {i: token for token, i in ids.items()}
     ends = ends[:1] + [i for i in ends[1:] if tokens.get(i) not in TURN_ENDS]  # readers find these by their names
     if len(ends) > 3:
