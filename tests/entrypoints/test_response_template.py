@@ -91,7 +91,7 @@ def theirs(name: str, text: str, prompt: str) -> tuple[Any, ...] | None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_random_answers_are_read_as_by_transformers(name: str, templates: dict[str, ResponseTemplate]) -> None:
     num_compared = num_calls = 0
-    for seed in range(150):
+    for seed in range(60):
         chance = random.Random(f"{name} {seed}")
         text, prompt = random_answer(name, chance), ANCHORS[name] if chance.random() < 0.7 else ""
         expected = theirs(name, text, prompt)
@@ -102,8 +102,8 @@ def test_random_answers_are_read_as_by_transformers(name: str, templates: dict[s
         assert without_ids(message) == expected, text
         num_compared += 1
         num_calls += len(expected[2])
-    assert num_compared > 75
-    assert num_calls > 5
+    assert num_compared > 30
+    assert num_calls > 2
 
 
 class Recorder(ResponseTemplateParser):
@@ -134,7 +134,7 @@ class Recorder(ResponseTemplateParser):
 def test_text_is_released_when_transformers_releases_it(name: str) -> None:
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
     template = ResponseTemplate(TEMPLATES[name])
-    for seed in range(150):
+    for seed in range(60):
         chance = random.Random(f"{name} {seed}")
         pieces = random_pieces(random_answer(name, chance), chance)
         prompt = "".join(
@@ -165,7 +165,7 @@ def as_ours(event: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_cut_gives_the_same_message(name: str, templates: dict[str, ResponseTemplate]) -> None:
-    for seed in range(4):
+    for seed in range(2):
         chance = random.Random(f"cuts {name} {seed}")
         text = random_answer(name, chance)
         whole = without_ids(read(templates[name], [text])[0])

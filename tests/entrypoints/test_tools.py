@@ -70,7 +70,7 @@ def test_every_call_of_random_schemas_parses_and_validates(llm: LLM, draft: str 
     llm.set_draft(draft)
     checked = 0
     try:
-        for i in range(12):
+        for i in range(6):
             schemas = [random_object(rng) for _ in range(rng.randint(1, 3))]
             tools: list[dict[str, Any]] = [
                 {"type": "function", "function": {"name": f"f{k}", "parameters": schema}}
@@ -85,7 +85,7 @@ def test_every_call_of_random_schemas_parses_and_validates(llm: LLM, draft: str 
                         checked += 1
     finally:
         llm.set_draft(None)
-    assert checked >= 40
+    assert checked >= 20
 
 
 def test_a_preempted_call_is_the_same(llm: LLM, tmp_path: Path) -> None:
