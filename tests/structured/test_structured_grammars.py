@@ -112,6 +112,12 @@ def test_it_is_refused_in_one_line_and_in_time(compiler: Grammars, case: str) ->
         {"json": {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "minItems": 10**6}},
         {"regex": "(a|a)*(a|aa)+b(a*)*"},
         {"regex": ".*a.{200}"},
+        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        {
+            "grammar": "start: a0\n"
+            + "\n".join(f"a{i}: a{i + 1} a{i + 1} | a{i + 1}" for i in range(150))
+            + '\na150: "x"'
+        },
         {"grammar": 'start: s\ns: s s | "a" | '},
     ],
     ids=lambda given: json.dumps(given)[:40],
