@@ -161,7 +161,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 4, "stop": ["e"], "bad_words": ["a"], "allowed_token_ids": [40, 41]}),
     ("/v1/embeddings", {"input": ["a", "b c"], "encoding_format": "base64", "dimensions": 2}),
     ("/v1/embeddings", {"input": [[1, 2], [3]], "truncate_prompt_tokens": 1}),
-    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
 
     ("/tokenize", {"messages": _TALK, "tools": [TOOL], "add_generation_prompt": True}),
     ("/v1/responses", {"instructions": "a", "input": _ITEMS, "tools": [{"type": "function", **TOOL["function"]}],

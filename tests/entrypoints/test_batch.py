@@ -30,7 +30,7 @@ from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
 from nanoinfer.errors import TokensExcluded
-from nanoinfer.protocols.fields import EMBEDDINGS, RERANK
+from nanoinfer.protocols.fields import EMBEDDINGS
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 
@@ -269,24 +269,21 @@ def test_openai_completions(run: Run, llm: LLM) -> None:
     assert (other["text"], other["logprobs"]) == (expected_other.outputs[0].text, None)
 
 
-def test_openai_embeddings_and_scores(run: Run, llm: LLM) -> None:
+def test_openai_embeddings(run: Run, llm: LLM) -> None:
     texts = ["To be", "Go"]
     write(
         "in.jsonl",
         openai(EMBEDDINGS, input=texts, dimensions=4),
         {"prompt": "a", "max_tokens": 2},
-        openai(RERANK, query="Go", documents=texts, top_n=1),
     )
     assert run("in.jsonl", "out.jsonl", "--pooling-type", "mean")[0] == 0
-    embedded, generated, ranked = read("out.jsonl")
+    embedded, generated = read("out.jsonl")
     mean = LLM(str(llm.model_name), pooling_type="mean")
     body = embedded["response"]["body"]
     expected = mean.embed(texts, PoolingParams(dimensions=4))
     assert [d["embedding"] for d in body["data"]] == [o.outputs.embedding for o in expected]
     assert (body["id"], body["created"], body["usage"]["total_tokens"]) == ("embd-1", 0, 7)
     assert len(generated["outputs"][0]["token_ids"]) == 2
-    (best,) = ranked["response"]["body"]["results"]
-    assert (best["index"], best["relevance_score"]) == (1, pytest.approx(1.0))
 
 
 def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
@@ -328,7 +325,6 @@ OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(CHAT, messages=[], max_tokens=1, max_completion_tokens=1), "both given", "max_completion_tokens"),
     (openai("/v1/images", input="a"), "url='/v1/images'", "url"),
     (openai(EMBEDDINGS, input=["a", "b" * 33]), "prompt 2 of 2: the input has 33 tokens", "input"),
-    (openai(RERANK, query="a"), "documents is missing", "documents"),
     ({**openai(COMPLETIONS, prompt="a"), "method": "GET"}, "method='GET' is not 'POST'", "method"),
     ({"url": COMPLETIONS, "method": "POST", "body": [1]}, "body=[1] is not a JSON object", "body"),
     ({**openai(COMPLETIONS, prompt="a"), "x": 1}, "the field 'x' is unknown", "x"),

@@ -36,7 +36,6 @@ from nanoinfer.protocols.fields import (
     DETOKENIZE,
     EMBEDDINGS,
     MESSAGES,
-    RERANK,
     RESPONSES,
     TOKENIZE,
 )
@@ -167,7 +166,6 @@ CASES: dict[str, list[Route]] = {
         Route({"input": ["a", [5, 6]], "encoding_format": "base64", "dimensions": 3}, waits=True),
         Route({"input": []}, status=400),
     ],
-    f"POST {RERANK}": [Route({"query": "a", "documents": ["b", {"text": "c"}]}, waits=True)],
     "GET /v1/models": [Route()],
     "GET /v1/models/{model:path}": [Route(path="/v1/models/m"), Route(path="/v1/models/x", status=404)],
     f"POST {TOKENIZE}": [Route({"prompt": "To be"}), Route({"messages": HI})],

@@ -21,9 +21,10 @@ from helpers.chat import chat_folder
 from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_folder, make_model
-from nanoinfer import LLM, AsyncLLM, PoolingParams, ResultError, SamplingParams
+from nanoinfer import LLM, AsyncLLM, PoolingParams, RequestOutput, ResultError, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.entrypoints.pooling import Reading, make_all
 from nanoinfer.errors import QueueFull
 from nanoinfer.models import pooling
 from nanoinfer.models.pooling import Pooling
@@ -47,6 +48,10 @@ def hidden(ids: list[int]) -> torch.Tensor:
 
 def values(llm: LLM, prompts: Any, params: PoolingParams | None = None) -> list[list[float]]:
     return [output.outputs.embedding for output in llm.embed(prompts, params)]
+
+
+def results(readings: list[Reading], outputs: list[RequestOutput]) -> list[Any]:
+    return [reading.result(output).outputs for reading, output in zip(readings, outputs, strict=True)]
 
 
 # The values ----------------------------------------------------------------------------------------------
@@ -158,20 +163,21 @@ def test_beside_speculation_and_preemption(tiny_folder: Path, kind: str, options
               max_num_batched_tokens=9, **options)  # fmt: skip
     streams = [llm.stream("To be", LATER) for _ in range(3)]
     begun = [next(stream) for stream in streams]
-    found = llm._pool(llm.pooler.embed(prompts, None, priority=-1), "embed", False)  # preempts the streams
-    assert [o.outputs for o in found] == [o.outputs for o in expected]
+    readings = llm.pooler.embed(prompts, None, priority=-1)  # they preempt the streams
+    outputs = llm._run(make_all(readings), "embed", False)
+    assert results(readings, outputs) == [o.outputs for o in expected]
     assert [first + "".join(stream) for first, stream in zip(begun, streams, strict=True)] == [text] * 3
     preempted = llm.core.published.num_preempted
     assert preempted > 0
     llm.reset_prefix_cache()
-    requests = (work := llm.pooler.embed(prompts, None)).make()
+    requests = make_all(readings := llm.pooler.embed(prompts, None))
     llm.core.submit(requests)
     llm.core.step()
     generated = llm.generate(["To be"] * 3, LATER, priority=[-1] * 3)  # they preempt embeddings
     assert [o.outputs[0].text for o in generated] == [text] * 3
     while not all(r.finished for r in requests):
         llm.core.step()
-    assert [o.outputs for o in work.finish([llm.core.output(r) for r in requests])] == [o.outputs for o in expected]
+    assert results(readings, [llm.core.output(r) for r in requests]) == [o.outputs for o in expected]
     assert llm.core.published.num_preempted > preempted
 
 

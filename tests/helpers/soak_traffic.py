@@ -29,7 +29,6 @@ from nanoinfer.protocols.fields import (
     DETOKENIZE,
     EMBEDDINGS,
     MESSAGES,
-    RERANK,
     RESPONSES,
     TOKENIZE,
 )
@@ -184,7 +183,6 @@ class Expected:
 
     def __init__(self, llm: LLM) -> None:
         self.embeddings = [output.outputs.embedding for output in llm.embed(PROMPTS)]
-        self.scores = [output.outputs.score for output in llm.score(PROMPTS[0], PROMPTS)]
         self.cases = [(prompt, shape) for prompt in PROMPTS for shape in SHAPES]
         outputs = llm.generate([p for p, _ in self.cases], [SamplingParams(**_python(s)) for _, s in self.cases])
         self.chats = [([{"role": "user", "content": prompt}], shape) for prompt in PROMPTS for shape in CHAT_SHAPES]
@@ -319,11 +317,6 @@ class Client:
         found = json.load(self.ask("POST", EMBEDDINGS, {"input": PROMPTS}))["data"]
         assert [item["embedding"] for item in found] == self.expected.embeddings
 
-    def rerank(self) -> None:
-        body = {"query": PROMPTS[0], "documents": PROMPTS}
-        found = json.load(self.ask("POST", RERANK, body))["results"]
-        assert {item["index"]: item["relevance_score"] for item in found} == dict(enumerate(self.expected.scores))
-
     def models(self) -> None:
         (listed,) = {model["root"] for model in self.get("/v1/models")["data"]}
         assert listed
@@ -348,7 +341,6 @@ VALID: dict[str, Callable[[Client], Any]] = {
     TOKENIZE: Client.tokenize,
     DETOKENIZE: Client.detokenize,
     EMBEDDINGS: Client.embed,
-    RERANK: Client.rerank,
     "/page/markdown": lambda client: client.ask("POST", "/page/markdown", {"text": "*a*"}).read(),
     **{path: (lambda client, path=path: client.get(path))
        for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},

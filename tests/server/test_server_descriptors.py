@@ -33,7 +33,6 @@ from nanoinfer.protocols.fields import (
     DETOKENIZE,
     EMBEDDINGS,
     MESSAGES,
-    RERANK,
     RESPONSES,
     TOKENIZE,
 )
@@ -49,7 +48,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     MESSAGES: [{"model": "tiny", "messages": HI, "max_tokens": 4, "stream": stream} for stream in (False, True)],
     COUNT_TOKENS: [{"model": "tiny", "messages": HI, "system": "b"}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
-    RERANK: [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
     "/page/markdown": [{"text": "*a* [b](https://c)"}],
     CHAT: [{"messages": HI, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
     RESPONSES: [{"input": "a", "max_output_tokens": 4, "stream": stream} for stream in (False, True)],

@@ -1,11 +1,10 @@
-"""/v1/embeddings and /v1/rerank answer what the library returns, and refuse what they cannot do."""
+"""/v1/embeddings answers what the library returns, and refuses what it cannot do."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from helpers.asgi import call, serve
 from helpers.async_llm import freed
 from helpers.models import TINY
 from nanoinfer import LLM, AsyncLLM, NanoinferError, PoolingParams
-from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, RERANK
+from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, TABLES
 from nanoinfer.protocols.pooling import parse_pooling
 from nanoinfer.server import limits
 
@@ -73,17 +72,6 @@ def test_forms_of_input(llm: LLM, given: Any, prompts: list[Any]) -> None:
     assert [d["embedding"] for d in one(llm, EMBEDDINGS, body)["data"]] == expected
 
 
-def test_rerank(llm: LLM) -> None:
-    scores = [o.outputs.score for o in llm.score("To be", TEXTS)]
-    best = sorted(range(3), key=lambda i: -scores[i])
-    found = one(llm, RERANK, {"query": "To be", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]})
-    assert [(r["index"], r["relevance_score"]) for r in found["results"]] == [(i, scores[i]) for i in best]
-    assert [r["document"]["text"] for r in found["results"]] == [TEXTS[i] for i in best]
-    assert found["usage"]["total_tokens"] == sum(len(llm.tokenize(t)) for t in TEXTS) + 3 * len(llm.tokenize("To be"))
-    body = {"query": "To be", "documents": TEXTS, "top_n": 2, "return_documents": False}
-    assert one(llm, RERANK, body)["results"] == [{"index": i, "relevance_score": scores[i]} for i in best[:2]]
-
-
 BAD: list[tuple[str, Any, str, str | None]] = [
     (EMBEDDINGS, {}, "input is missing", "input"),
     (EMBEDDINGS, {"input": []}, "input has 0 items", "input"),
@@ -99,10 +87,6 @@ BAD: list[tuple[str, Any, str, str | None]] = [
     (EMBEDDINGS, {"input": "a", "cache_salt": ""}, "cache_salt=''", "cache_salt"),
     (EMBEDDINGS, {"input": ["a", "b" * 40]}, "prompt 2 of 2: the input has 40 tokens", "input"),
     (EMBEDDINGS, {"input": [[5] * 33]}, "the input has 33 tokens", None),
-    (RERANK, {"documents": ["a"]}, "query is missing", "query"),
-    (RERANK, {"query": "a"}, "documents is missing", "documents"),
-    (RERANK, {"query": "a", "documents": [{"text": 5}]}, "documents: 5 is not a text", "documents"),
-    (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1", None),
 ]  # fmt: skip
 
 
@@ -118,8 +102,7 @@ def test_bad_requests(llm: LLM) -> None:
 
 def test_what_all_embeddings_hold_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_EMBEDDING_VALUES", 2 * (TINY.n_embd + limits.INPUT_VALUES))
-    three, two, after = ask(llm, (EMBEDDINGS, {"input": TEXTS}), (EMBEDDINGS, {"input": TEXTS[:2]}),
-                            (RERANK, {"query": "a", "documents": ["b"]}))  # fmt: skip
+    three, two, after = ask(llm, *((EMBEDDINGS, {"input": TEXTS[:count]}) for count in (3, 2, 1)))
     assert (three[0], three[1]["error"]["code"]) == (429, "rate_limit_exceeded")
     assert (two[0], after[0]) == (200, 200)  # nothing is held any more
 
@@ -159,24 +142,12 @@ def test_large_answers_are_written_in_pieces(llm: LLM) -> None:
     assert [d["embedding"] for d in one(llm, EMBEDDINGS, {"input": texts})["data"]] == expected
 
 
-def tables() -> Iterator[tuple[str, str]]:
-    from nanoinfer.protocols.fields import TABLES
-
-    for url in (EMBEDDINGS, RERANK):
-        for name in TABLES[url]:
-            yield url, name
-
-
-@pytest.mark.parametrize(("url", "name"), tables())
-def test_every_field_is_read(url: str, name: str) -> None:
+@pytest.mark.parametrize("name", TABLES[EMBEDDINGS])
+def test_every_field_is_read(name: str) -> None:
     """A value of a wrong type is an error, or the field takes any value."""
-    bodies = {
-        EMBEDDINGS: {"input": "a"},
-        RERANK: {"query": "a", "documents": ["b"]},
-    }
-    body = {**bodies[url], name: {"no": "such value"}}
+    body = {"input": "a", name: {"no": "such value"}}
     if name == "user":
-        assert parse_pooling(url, body).num_results == 1
+        assert len(parse_pooling(body).inputs) == 1
     else:
         with pytest.raises(NanoinferError, match=name):
-            parse_pooling(url, body)
+            parse_pooling(body)

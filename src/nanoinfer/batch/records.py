@@ -20,7 +20,7 @@ from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, status_code
-from nanoinfer.protocols.fields import CHAT, COMPLETIONS, POOLING, SAMPLING, TEMPLATE, FieldError
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS, SAMPLING, TEMPLATE, FieldError
 from nanoinfer.protocols.output import plain_logprobs, response_body, usage
 from nanoinfer.protocols.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.protocols.requests import GenerationRequest, parse, with_fields
@@ -161,16 +161,16 @@ class OpenAIForm:
         if fields.get("method") != "POST":
             raise FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")
         url, body = fields.get("url"), fields.get("body")
-        known = (COMPLETIONS, CHAT, *POOLING)
+        known = (COMPLETIONS, CHAT, EMBEDDINGS)
         if url not in known:
             raise FieldError(f"url={show(url)} is not one of {', '.join(known)}", "url")
         if not isinstance(body, dict):
             raise FieldError(f"body={show(body)} is not a JSON object", "body")
-        self._request = parse_pooling(url, body) if url in POOLING else parse(url, body, defaults)
+        self._request = parse_pooling(body) if url == EMBEDDINGS else parse(url, body, defaults)
         return self._request
 
     def record(self, outputs: Sequence[Any]) -> Record:
-        """Return the record of a line that succeeded. Args: outputs: of `LLM.generate`, or of what embeds or scores."""
+        """Return the record of a line that succeeded. Args: outputs: of `LLM.generate`, or embeddings."""
         assert self._request is not None
         number, model = str(self._number), self._model
         if isinstance(self._request, PoolingRequest):

@@ -19,7 +19,7 @@ from nanoinfer.batch.output import Checkpoint
 from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.entrypoints.pooling import PoolingWork
+from nanoinfer.entrypoints.pooling import Reading, make_all
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
@@ -92,8 +92,8 @@ class _Entry:
     """Of a chat whose messages have reasoning or calls."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Of the requests that have ended, by id."""
-    work: PoolingWork[Any] | None = None
-    """Of a line that embeds or scores."""
+    readings: Sequence[Reading] = ()
+    """The inputs of a line that embeds."""
     record: bytes | None = None
     error: str = ""
     """The message of an error record, with its line."""
@@ -170,8 +170,8 @@ class BatchRunner:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
         if isinstance(request, PoolingRequest):
             shared: Any = {"salt": request.cache_salt, "priority": request.priority}
-            entry.work = self._llm.pooler.plan(request.inputs, request.documents, request.params, **shared)
-            entry.requests = entry.work.make()
+            entry.readings = self._llm.pooler.embed(request.inputs, request.params, **shared)
+            entry.requests = make_all(entry.readings)
             return
         prompts: Sequence[Any] = request.prompts
         base: Any = request.params
@@ -210,7 +210,9 @@ class BatchRunner:
         entry.requests = []
         try:
             outputs = [output.check() for output in outputs]
-            self._keep(entry, to_bytes(entry.form.record(entry.work.finish(outputs) if entry.work else outputs)))
+            if entry.readings:
+                outputs = [reading.result(o) for reading, o in zip(entry.readings, outputs, strict=True)]
+            self._keep(entry, to_bytes(entry.form.record(outputs)))
         except NanoinferError as e:
             self._fail(entry, e)
 

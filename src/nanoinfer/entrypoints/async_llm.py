@@ -31,7 +31,7 @@ from nanoinfer.entrypoints.async_streams import AsyncOutputStream, MergedStreams
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.entrypoints.pooling import PoolingWork, Reading
+from nanoinfer.entrypoints.pooling import Reading, pairs, scores
 from nanoinfer.entrypoints.vllm_names import llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
@@ -41,7 +41,6 @@ from nanoinfer.outputs import (
     EmbeddingRequestOutput,
     LoglikelihoodOutput,
     PerplexityOutput,
-    PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
@@ -53,7 +52,6 @@ from nanoinfer.utils.workers import Workers
 
 NUM_PREPARING = 4  # threads that prepare requests: a chat template that takes seconds delays no other request
 LONG_TEXT = 1 << 15  # characters of a text that is tokenized apart from the others, one at a time: up to 450 bytes each
-P = TypeVar("P", bound=PoolingRequestOutput[Any])
 _Self = TypeVar("_Self", bound="AsyncLLM")
 
 
@@ -293,22 +291,25 @@ class AsyncLLM:
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each document, as `LLM.score`. See `embed`."""
-        return await self.pool(lambda: self.llm.pooler.score(queries, documents, pooling_params, priority=priority))
+        inputs, num_queries = pairs(queries, documents)
+        return scores(await self.embed(inputs, pooling_params, priority=priority), num_queries)
 
-    async def pool(self, plan: Callable[[], PoolingWork[P]], observe: Observe | None = None) -> list[P]:
-        """Run the requests of some work, and return its results.
+    async def pool(
+        self, plan: Callable[[], list[Reading]], observe: Observe | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Run the requests of some inputs, and return their embeddings.
 
         Args:
-            plan: returns the work; it runs in a worker thread.
+            plan: returns the inputs; it runs in a worker thread.
             observe: as of `MergedStreams`.
         """
-        work = await self._workers(0).run(plan)
+        readings = await self._workers(0).run(plan)
 
         def making(reading: Reading) -> Generator[Workers, None, Request]:
             yield self._workers(reading.num_chars)
             return reading.make()
 
-        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in work.readings]
+        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in readings]
         merged = MergedStreams(streams, observe)
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -316,7 +317,7 @@ class AsyncLLM:
                 outputs.update(arrived)
         finally:
             merged.close()
-        return await self._workers(0).run(lambda: work.finish([outputs[i] for i in range(len(outputs))]))
+        return await self._workers(0).run(lambda: [reading.result(outputs[i]) for i, reading in enumerate(readings)])
 
     # Other calls -----------------------------------------------------------------------------------------
 

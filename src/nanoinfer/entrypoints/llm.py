@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
@@ -21,7 +21,7 @@ from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
-from nanoinfer.entrypoints.pooling import Pooler, PoolingWork
+from nanoinfer.entrypoints.pooling import Pooler, make_all, pairs, scores
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
 from nanoinfer.errors import NanoinferError, ResultError
@@ -33,7 +33,6 @@ from nanoinfer.outputs import (
     EmbeddingRequestOutput,
     LoglikelihoodOutput,
     PerplexityOutput,
-    PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
@@ -44,8 +43,6 @@ from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.checks import require_bool, show
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
-
-P = TypeVar("P", bound=PoolingRequestOutput[Any])
 
 
 class LLM:
@@ -327,7 +324,14 @@ class LLM:
                 files ask for a pooling that is not supported, or more than max_num_queued requests would wait.
             ResultError: hidden states are not finite.
         """
-        return self._pool(self.pooler.embed(prompts, pooling_params), "embed", use_tqdm)
+        readings = self.pooler.embed(prompts, pooling_params)
+        outputs = self._run(requests := make_all(readings), "embed", use_tqdm)
+        for i, request in enumerate(requests):
+            (sequence,) = request.sequences
+            if sequence.finish_reason != "stop":
+                with numbered(i, len(requests)):
+                    raise ResultError(sequence.error or "another call was interrupted, and ended the request")
+        return [reading.result(output) for reading, output in zip(readings, outputs, strict=True)]
 
     def score(
         self,
@@ -346,16 +350,8 @@ class LLM:
         Raises:
             NanoinferError, ResultError: as `embed`; or the numbers of queries and documents differ.
         """
-        return self._pool(self.pooler.score(queries, documents, pooling_params), "score", use_tqdm)
-
-    def _pool(self, work: PoolingWork[P], what: str, use_tqdm: bool | None) -> list[P]:
-        outputs = self._run(requests := work.make(), what, use_tqdm)
-        for i, request in enumerate(requests):
-            (sequence,) = request.sequences
-            if sequence.finish_reason != "stop":
-                with numbered(i, len(requests)):
-                    raise ResultError(sequence.error or "another call was interrupted, and ended the request")
-        return work.finish(outputs)
+        inputs, num_queries = pairs(queries, documents)
+        return scores(self.embed(inputs, pooling_params, use_tqdm=use_tqdm), num_queries)
 
     # Scoring ---------------------------------------------------------------------------------------------
 

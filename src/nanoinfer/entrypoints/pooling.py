@@ -9,10 +9,9 @@ A score is the cosine of two embeddings.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,6 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -36,7 +34,6 @@ from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.checks import show
 
-T = TypeVar("T", bound=PoolingRequestOutput[Any])
 NOTHING = SamplingParams(max_tokens=1)
 """Parameters of the requests: what is only read samples no token."""
 Values = NDArray[np.float64]
@@ -88,30 +85,17 @@ class Reading:
         return EmbeddingRequestOutput(output.request_id, embedding, self.ids, output.num_cached_tokens)
 
 
-@dataclass(frozen=True)
-class PoolingWork(Generic[T]):
-    """Requests to run, and what they result in."""
-
-    readings: Sequence[Reading]
-    results: Callable[[list[EmbeddingRequestOutput]], list[T]]
-    """Returns the results of the embeddings."""
-
-    def make(self) -> list[Request]:
-        """Return the requests, not queued. Raises NanoinferError if one of them is refused."""
-        requests = []
-        for i, reading in enumerate(self.readings):
-            with numbered(i, len(self.readings)):
-                requests.append(reading.make())
-        return requests
-
-    def finish(self, outputs: Sequence[RequestOutput]) -> list[T]:
-        """Return the results. Args: outputs: of the requests, all of which have succeeded."""
-        pairs = zip(self.readings, outputs, strict=True)
-        return self.results([reading.result(output) for reading, output in pairs])
+def make_all(readings: Sequence[Reading]) -> list[Request]:
+    """Return the requests, not queued. Raises NanoinferError if one of them is refused."""
+    requests = []
+    for i, reading in enumerate(readings):
+        with numbered(i, len(readings)):
+            requests.append(reading.make())
+    return requests
 
 
 class Pooler:
-    """Makes the requests of embeddings and scores.
+    """Checks the inputs of embeddings.
 
     Args:
         core, model: as of `LLM`.
@@ -122,18 +106,10 @@ class Pooler:
         self.core, self.model, self._requests = core, model, requests
         self._block_size = core.engine.limits.block_size
 
-    def plan(
-        self, inputs: Any, documents: Sequence[str], params: PoolingParams, **options: Any
-    ) -> PoolingWork[EmbeddingRequestOutput] | PoolingWork[ScoringRequestOutput]:
-        """Return the work that scores documents for queries, or without documents embeds the inputs."""
-        if documents:
-            return self.score(inputs, documents, params, **options)
-        return self.embed(inputs, params, **options)
-
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None, **options: Any
-    ) -> PoolingWork[EmbeddingRequestOutput]:
-        """Return the work that embeds prompts.
+    ) -> list[Reading]:
+        """Return the inputs to embed.
 
         Args:
             prompts: in all supported forms, with or without `cache_salt`.
@@ -151,27 +127,10 @@ class Pooler:
             raise NanoinferError(f"{len(inputs)} prompts, but {len(each)} PoolingParams: give one, or one for each")
         for p in each:
             self._check(p)
-        readings = [
+        return [
             Reading(self, prompt, p, {**options, "salt": salt or options.get("salt")})
             for prompt, p, salt in zip(inputs, each, salts, strict=True)
         ]
-        return PoolingWork(readings, list)
-
-    def score(
-        self, queries: Any, documents: Any, params: PoolingParams | None, **options: Any
-    ) -> PoolingWork[ScoringRequestOutput]:
-        """Return the work that scores documents: all for one query, or each for its own.
-
-        Raises:
-            NanoinferError: as `embed`; or the numbers of queries and documents differ.
-        """
-        before, after = as_list(queries), as_list(documents)
-        if len(before) not in (1, len(after)) or not after:
-            raise NanoinferError(
-                f"{len(before)} queries, but {len(after)} documents: give one query, or one for each document"
-            )
-        work = self.embed([*before, *after], params, **options)
-        return PoolingWork(work.readings, partial(_scores, num_queries=len(before)))
 
     def _check(self, params: PoolingParams) -> None:
         width = self.model.config.n_embd
@@ -213,14 +172,24 @@ def _normalized(values: Values) -> Values:
     return values / max(float(np.sqrt(np.square(values).sum())), 1e-12)
 
 
-def _scores(embeddings: list[EmbeddingRequestOutput], num_queries: int) -> list[ScoringRequestOutput]:
+def pairs(queries: Any, documents: Any) -> tuple[list[Any], int]:
+    """Return queries and documents as inputs, and the number of queries. Raises NanoinferError if they do not pair."""
+    before, after = as_list(queries), as_list(documents)
+    if len(before) not in (1, len(after)) or not after:
+        raise NanoinferError(
+            f"{len(before)} queries, but {len(after)} documents: give one query, or one for each document"
+        )
+    return [*before, *after], len(before)
+
+
+def scores(embeddings: list[EmbeddingRequestOutput], num_queries: int) -> list[ScoringRequestOutput]:
     """Return the cosine of each document with its query, or with the only one. The queries are the first embeddings."""
     units = [_normalized(np.array(e.outputs.values, np.float64)) for e in embeddings]
-    scores = []
+    outputs = []
     for i in range(num_queries, len(embeddings)):
         q = 0 if num_queries == 1 else i - num_queries
         query, document, score = embeddings[q], embeddings[i], float((units[q] * units[i]).sum())
         ids, num_cached = query.prompt_token_ids + document.prompt_token_ids, query.num_cached_tokens
         num_cached += document.num_cached_tokens
-        scores.append(ScoringRequestOutput(document.request_id, ScoringOutput(score), ids, num_cached))
-    return scores
+        outputs.append(ScoringRequestOutput(document.request_id, ScoringOutput(score), ids, num_cached))
+    return outputs

@@ -6,6 +6,6 @@ output.py     responses and chunks of the first two
 shared.py     what the routes that generate share: shapes, writers of streams, the parts of a message
 responses.py  /v1/responses
 messages.py   /v1/messages, in Anthropic's shape
-pooling.py    /v1/embeddings, /v1/rerank and /v1/score
+pooling.py    /v1/embeddings
 errors.py     the body of an error
 """

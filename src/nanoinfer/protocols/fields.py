@@ -14,14 +14,14 @@ from nanoinfer.sampling_params import MAX_LOGPROBS, RANGES, WHOLE_VOCABULARY, Sa
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-EMBEDDINGS, RERANK = POOLING = "/v1/embeddings", "/v1/rerank"
+EMBEDDINGS = "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = ANTHROPIC = "/v1/messages", "/v1/messages/count_tokens"
 """Routes in Anthropic's shape."""
 MAX_PROMPTS = 128
 """Prompts of one request to /v1/completions."""
 MAX_INPUTS = 2048
-"""Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank."""
+"""Inputs of one request to /v1/embeddings."""
 MAX_TOOLS = 128
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")  # a request has stream
 _OF_RESPONSE = ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
@@ -183,12 +183,6 @@ _RESPONSES = {
     "truncation": Field(_STRING, "A conversation that is too long is an error.", neutral=("disabled",)),
 }  # fmt: skip
 
-_POOLED = {
-    **_QUEUE,
-    "user": _IGNORED,
-    "truncate_prompt_tokens": Field(_from(-1), "Maximum number of tokens of an input; -1: the context length."),
-}
-
 _CONTENT = _either(_STRING, _list(_OBJECT))
 _FORMAT = _closed(("type", "schema"), type={"enum": ["json_schema"]}, schema=_OBJECT)
 _BLOCK = {"type": _STRING, "cache_control": {}}
@@ -271,20 +265,13 @@ TABLES: dict[str, dict[str, Field]] = {
     },
     DETOKENIZE: {"model": _QUEUE["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
     EMBEDDINGS: {
-        **_POOLED,
+        **_QUEUE,
+        "user": _IGNORED,
+        "truncate_prompt_tokens": Field(_from(-1), "Maximum number of tokens of an input; -1: the context length."),
         "input": Field(_PROMPTS, f"A string, a list of token ids, or a list of 1 to {MAX_INPUTS} of these."),
         "encoding_format": Field({"enum": ["float", "base64"]}, "base64: float32 values, little endian."),
         "dimensions": Field(_from(1), "Number of values, the first ones (default: all)."),
         "use_activation": Field(_BOOL, "Normalize the embeddings (default: as the model's files say)."),
-    },
-    RERANK: {
-        **_POOLED,
-        "query": Field(_STRING, "The query."),
-        "documents": Field(
-            _list(_either(_STRING, _open(("text",), text=_STRING)), minItems=1, maxItems=MAX_INPUTS), "The documents."
-        ),
-        "top_n": Field(_from(0), "Number of documents to return, the best; 0: all."),
-        "return_documents": Field(_BOOL, "Return the documents' texts (default: true)."),
     },
 }
 """The fields of each route that are not fields of SamplingParams, or that have another type there."""
@@ -297,7 +284,6 @@ REQUIRED: dict[str, list[str]] = {
     TOKENIZE: [],
     DETOKENIZE: ["tokens"],
     EMBEDDINGS: ["input"],
-    RERANK: ["query", "documents"],
 }
 _INTEGERS = {name for name, (low, _) in RANGES.items() if isinstance(low, int)}
 """Fields of SamplingParams that are integers."""

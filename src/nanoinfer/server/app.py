@@ -17,7 +17,6 @@ from nanoinfer.protocols.fields import (
     DETOKENIZE,
     EMBEDDINGS,
     MESSAGES,
-    RERANK,
     RESPONSES,
     TOKENIZE,
 )
@@ -37,7 +36,6 @@ ROUTES = (
     RouteSpec("POST", MESSAGES, generation.generate),
     RouteSpec("POST", COUNT_TOKENS, routes.count_tokens),
     RouteSpec("POST", EMBEDDINGS, routes.embed),
-    RouteSpec("POST", RERANK, routes.rerank),
     RouteSpec("GET", "/v1/models", routes.models),
     RouteSpec("GET", "/v1/models/{model:path}", routes.model),
     RouteSpec("POST", TOKENIZE, routes.tokenize),

@@ -1,4 +1,4 @@
-"""The routes that do not generate: embeddings and scores, the model, its tokenizer, health."""
+"""The routes that do not generate: embeddings, the model, its tokenizer, health."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError, input_too_long
 from nanoinfer.protocols.errors import error_object
-from nanoinfer.protocols.fields import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, SAMPLING, FieldError
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, COUNT_TOKENS, SAMPLING, FieldError
 from nanoinfer.protocols.messages import messages_error, parse_messages
 from nanoinfer.protocols.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.protocols.requests import parse_detokenize, parse_tokenize
@@ -167,41 +167,29 @@ async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) 
 
 async def embed(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Return the embedding of each input."""
-    await _pool(service, scope, receive, send)
-
-
-async def rerank(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Return documents in the order of their relevance for a query."""
-    await _pool(service, scope, receive, send)
-
-
-async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request to embed or to score. If the client disconnects, its requests end."""
 
     def convert(body: Mapping[str, Any]) -> PoolingRequest:
-        request = parse_pooling(scope["path"], body)
+        request = parse_pooling(body)
         service.check_model(request.model)
         _check(request, service)
         return request
 
     request = await service.bodies.read(receive, convert)
-    llm, inputs, documents = service.llm.llm, request.inputs, request.documents
+    llm, inputs = service.llm.llm, request.inputs
     options: Any = {"salt": combined_salt(scope, request.cache_salt), "priority": request.priority}
-    num_requests, width = len(inputs) + len(documents), llm.config.n_embd
-    held = service.quotas.values.holding(num_requests * (width + INPUT_VALUES))
-    with held, service.metrics.watch(scope, None, num_requests) as watch:
-        outputs: Any = await service.llm.pool(
-            lambda: llm.pooler.plan(inputs, documents, request.params, **options), watch.receive
-        )
+    width = llm.config.n_embd
+    held = service.quotas.values.holding(len(inputs) * (width + INPUT_VALUES))
+    with held, service.metrics.watch(scope, None, len(inputs)) as watch:
+        outputs = await service.llm.pool(lambda: llm.pooler.embed(inputs, request.params, **options), watch.receive)
         body = partial(
             pooling_body, request, outputs, request_id=new_id(), model=service.names[0], created=int(time.time())
         )
-        await service.bodies.respond(send, body, num_requests * width)
+        await service.bodies.respond(send, body, len(inputs) * width)
 
 
 def _check(request: PoolingRequest, service: Service) -> None:
     """Raise NanoinferError if a list of token ids is too long: it is refused before it waits for its turn."""
-    if request.url == EMBEDDINGS and request.params.truncate_prompt_tokens is None:
+    if request.params.truncate_prompt_tokens is None:
         for prompt in request.inputs:
             if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > service.sizes[0]:
                 raise input_too_long(str(num_tokens), service.sizes[0])
