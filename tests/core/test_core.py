@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from helpers.models import submit
+from helpers.scheduling import check_integrity
 from helpers.table_engine import CHARS, RANDOM, V, make_core
 from nanoinfer.core.core import Core
 from nanoinfer.errors import NanoinferError
@@ -35,7 +36,7 @@ def run(core: Core, *requests: Request) -> list[RequestOutput]:
         for d in core.step():
             texts[d.request_id, d.index] = texts.get((d.request_id, d.index), "") + d.text
             reasons[d.request_id, d.index] = d.finish_reason
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
     outputs = [core.output(r) for r in requests]
     for request_output in outputs:
         for o in request_output.outputs:
@@ -71,15 +72,6 @@ def test_texts_and_why_they_end(
     assert (o.text, len(o.token_ids), o.finish_reason, o.stop_reason) == (text, num_tokens, reason, stop_reason)
     assert (output.prompt, output.prompt_token_ids, output.num_dropped_tokens) == ("ab", [0, 1], 0)
     assert engine.held == {}
-
-
-def test_pieces_that_may_begin_a_stop_string_are_held_back() -> None:
-    core, _, _ = make_core()
-    add(core, "ab", SamplingParams(temperature=0.0, max_tokens=5, stop=["de", "gx"]))
-    assert [d.text for _ in range(3) for d in core.step()] == ["c", "", ""]
-    add(core, "d", SamplingParams(temperature=0.0, max_tokens=5, stop=["ghb"]))
-    assert [d.text for _ in range(5) for d in core.step()] == ["e", "f", "", "", "gha"]
-    assert not core.unfinished
 
 
 def test_tokens_past_the_vocabulary_are_never_drawn() -> None:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from helpers.engines import GREEDY, naive_greedy, prompt
 from helpers.models import TINY, make_limits, make_model, submit
 from helpers.overlap import TorchSampler
-from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer import SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.config import EngineLimits
 from nanoinfer.core.core import Core
@@ -25,7 +24,6 @@ from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.utils import processes
 
 LONG = replace(TINY, block_size=128)
 
@@ -81,55 +79,6 @@ def test_other_calls_between_two_equal_steps(between: Callable[..., None]) -> No
     drawn += [engine.step(step, sampler.sample_slots, [1, 2]).read() for _ in range(4)]
     expected = [naive_greedy(gpt, p, len(drawn)) for p in prompts]
     assert [list(tokens) for tokens in zip(*drawn, strict=True)] == expected
-
-
-def test_another_order_or_another_slot_of_the_sampler_is_another_step() -> None:
-    gpt, sampler = make_model(LONG), TorchSampler()
-    engine = StaticShapeEngine(gpt, make_limits(LONG, 4))
-    a, b = engine.open(), engine.open()
-    sampler.sample_slots = drawn_slots(sampler)  # type: ignore[method-assign]
-    engine.step(StepBatch([a, b], [1, 2], [1, 1], [1, 1]), sampler.sample_slots, [0, 1])
-    for handles, slots in (([a, b], [0, 1]), ([a, b], [0, 1]), ([b, a], [0, 1]), ([b, a], [2, 1])):
-        engine.step(StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1]), sampler.sample_slots, slots)
-    assert sampler.seen == [[0, 1], [0, 1], [0, 1], [1, 0], [1, 2]]  # type: ignore[attr-defined]
-
-
-def drawn_slots(sampler: TorchSampler) -> Callable[..., torch.Tensor]:
-    """Return a `draw` that notes the sampler's slot of each row."""
-    sampler.seen = []  # type: ignore[attr-defined]
-    draw = sampler.sample_slots
-
-    def noted(logits: torch.Tensor, slots: torch.Tensor, *rest: Any) -> torch.Tensor:
-        sampler.seen.append(slots.tolist())  # type: ignore[attr-defined]
-        return draw(logits, slots, *rest)
-
-    return noted
-
-
-def test_a_batch_that_the_caller_changed_is_another_step() -> None:
-    gpt, sampler = make_model(LONG), TorchSampler()
-    engine = StaticShapeEngine(gpt, make_limits(LONG, 4))
-    a = engine.open()
-    engine.step(StepBatch([a], [1], [1], [1]), sampler.sample_slots, [0])
-    step = StepBatch([a], [PENDING], [1], [1])
-    for _ in range(2):
-        engine.step(step, sampler.sample_slots, [0])
-    step.token_ids[0] = LONG.vocab_size
-    with pytest.raises(NanoinferError, match="outside the vocabulary"):
-        engine.step(step, sampler.sample_slots, [0])
-
-
-def test_a_forked_process_does_not_repeat_a_step_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sampler = StaticShapeEngine(make_model(LONG), make_limits(LONG, 4)), TorchSampler()
-    engine.survives_fork = False  # as on a GPU
-    a = engine.open()
-    engine.step(StepBatch([a], [1], [1], [1]), sampler.sample_slots, [0])
-    step = StepBatch([a], [PENDING], [1], [1])
-    for _ in range(2):
-        engine.step(step, sampler.sample_slots, [0])
-    monkeypatch.setattr(processes, "_generation", processes.generation() + 1)
-    with pytest.raises(NanoinferError, match="was forked"):
-        engine.step(step, sampler.sample_slots, [0])
 
 
 class StandInEngine(StaticShapeEngine):

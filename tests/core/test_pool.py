@@ -1,12 +1,11 @@
 """The pool of blocks in Python and the one in C++: random calls on both at once, against a naive model.
 
-NANOINFER_TEST_STEPS is the number of calls (default: 4,000).
+NANOINFER_TEST_STEPS is the number of calls (default: 2,000).
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections import Counter
 from typing import Any
 
@@ -24,7 +23,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool
 
-STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "4000"))
+STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "2000"))
 STEPS_OF_EXAMPLE = 100
 NUM_BLOCKS, MAX_SEQS, LONGEST = 16, 8, 100
 MODEL = ModelConfig(vocab_size=7, block_size=LONGEST, n_layer=1, n_head=1, n_embd=8)
@@ -153,35 +152,3 @@ Pools.TestCase.settings = settings(
     max_examples=max(1, STEPS // STEPS_OF_EXAMPLE), stateful_step_count=STEPS_OF_EXAMPLE, deadline=None
 )
 TestPools = Pools.TestCase
-
-
-def test_a_fork_shares_and_the_first_writer_copies() -> None:
-    pool = BlockPool(4)
-    pool.open(0)
-    assert pool.append(0, 20) is None
-    pool.fork(0, 1)
-    assert (pool.table(0), pool.table(1), pool.num_free_blocks) == ([0, 1], [0, 1], 2)
-    assert pool.append(1, 1) == (1, 2)
-    assert (pool.table(0), pool.table(1), pool.num_free_blocks) == ([0, 1], [0, 2], 1)
-    assert pool.append(0, 1) is None  # its last block is its own now
-    pool.truncate(1, 16)
-    assert (pool.table(1), pool.num_free_blocks) == ([0], 2)
-    assert pool.append(1, 1) is None  # a full block is shared and not written to
-    assert pool.table(1) == [0, 2]
-    pool.close(0)
-    assert (pool.table(1), pool.num_free_blocks) == ([0, 2], 2)
-
-
-def test_few_places_are_unused() -> None:
-    """Sequences of 250 to 1,000 tokens, none of them shared: the places behind their last tokens."""
-    rng = random.Random(0)
-    for lengths in (range(250, 1001), *([rng.randint(250, 1000) for _ in range(16)] for _ in range(100))):
-        pool = BlockPool(len(lengths) * 63)
-        for handle, length in enumerate(lengths):
-            pool.open(handle)
-            for start in range(0, length, 100):  # in chunks, as prompts are
-                pool.append(handle, min(100, length - start))
-        places = (pool.num_blocks - pool.num_free_blocks) * KV_BLOCK
-        assert 0 <= (places - sum(lengths)) / places < 0.04
-        if isinstance(lengths, range):
-            assert (places - sum(lengths)) / places == pytest.approx(0.012, abs=0.0005)

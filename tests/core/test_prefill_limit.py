@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from helpers.engines import GREEDY, make_engine
+from helpers.engines import GREEDY
 from helpers.models import TINY, make_model
 from helpers.models import submit as submit_unstreamed
 from helpers.overlap import make_core as make_overlap_core
@@ -19,10 +18,7 @@ from helpers.table_engine import ALPHABET, Clock, make_core
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.base import TokenFuture
-from nanoinfer.models.transformer import Transformer
-from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.work import MIN_PREFILL, PrefillLimit
 
@@ -101,12 +97,6 @@ def test_short_prompts_and_ends_of_prompts_do_not_lower_it() -> None:
     limit.note(3, 5.0)
     limit.note(0, 5.0)
     assert limit.apply(ANY) == 139
-
-
-def test_a_step_in_no_time_is_not_divided_by() -> None:
-    limit = PrefillLimit(80)
-    limit.note(100, 0.0)
-    assert limit.apply(ANY) == 32
 
 
 # The scheduler -----------------------------------------------------------------------------------------------
@@ -215,38 +205,3 @@ def test_with_overlap_scheduling_a_step_is_the_time_between_two_reads() -> None:
         core.step()
         limits.append(limit_of(core))
     assert limits == [16, 32, 16, 32]  # 4 tokens say nothing; 16 in 10 ms; 16 in 160 ms; 32 in 20 ms
-
-
-@pytest.mark.parametrize("name", ["static", "native"])
-def test_the_target_changes_no_token(name: str) -> None:
-    """Prompts arrive beside sequences that decode, and a reading of the clock is 1 s or 1 ms after the one before."""
-    gpt = make_model(replace(TINY, block_size=128))
-    prompts = [[(7 * i + j * j) % TINY.vocab_size for j in range(n)] for i, n in enumerate((9, 100, 70, 90))]
-    found, largest = [], []
-    for target_step_ms, seconds in ((None, 1.0), (80, 1.0), (80, 0.001)):
-        core = Clocked(name, gpt, target_step_ms, seconds)
-        found.append(core.generate(prompts))
-        largest.append(max(core.sizes))
-    assert found[0] == found[1] == found[2]
-    assert largest == [100, 16, 90]  # whole, in the smallest chunks, in growing ones
-
-
-class Clocked(Core):
-    """A core whose clock goes on by the same time at each reading; it notes the largest chunk of each step."""
-
-    def __init__(self, name: str, gpt: Transformer, target_step_ms: int | None, seconds: float) -> None:
-        engine, ticks = make_engine(name, gpt), itertools.count(1)
-        scheduler = Scheduler(engine, SchedulerConfig(target_step_ms=target_step_ms))
-        super().__init__(engine, scheduler, sample, None, TINY.vocab_size, lambda: next(ticks) * seconds)
-        self.sizes: list[int] = []
-
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        requests, extend = [], self.engine.extend
-        self.engine.extend = lambda batch: (self.sizes.append(max(batch.num_new)), extend(batch))[1]  # type: ignore[method-assign]
-        for prompt in prompts:
-            requests.append(submit(self, prompt, replace(GREEDY, max_tokens=25)))
-            self.step()
-            self.step()
-        while self.unfinished:
-            self.step()
-        return [self.output(r).outputs[0].token_ids for r in requests]

@@ -2,7 +2,7 @@
 
 A pretended engine has the real pool of blocks, and its logits are a function of all tokens that a sequence finds in
 its blocks: a wrong share, a wrong truncation or a lost copy changes them. Every request must get what it gets alone.
-NANOINFER_TEST_STEPS is the number of calls (default: 3,000); `make test-long` makes 100,000.
+NANOINFER_TEST_STEPS is the number of calls (default: 2,000); `make test-long` makes 100,000.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from helpers.scheduling import check_integrity
 from nanoinfer.config import EngineLimits, ModelConfig, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
@@ -35,7 +36,7 @@ from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_blocks
 from nanoinfer.utils.arrays import Array, to_numpy
 
-STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "3000"))
+STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "2000"))
 STEPS_OF_EXAMPLE = 100
 V, BLOCK_SIZE = 5, 40
 MODEL = ModelConfig(vocab_size=V, block_size=BLOCK_SIZE, n_layer=1, n_head=1, n_embd=8)
@@ -286,7 +287,7 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def everything_that_is_open_is_owned(self) -> None:
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert set(self.engine.handles) == self.scheduler.handles
         assert len(self.engine.handles) <= SMALL.max_num_seqs + SMALL.max_idle_seqs
 

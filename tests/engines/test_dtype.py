@@ -52,8 +52,6 @@ def test_a_model_runs_in_its_own_dtype(
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")]
     assert line.startswith(f"dtype=auto: using {expected}")
     assert (f"the checkpoint is {stored}" in line) == (stored != expected)
-    assert "quantization=int8 reads" in line
-    assert "quality" in line
     assert LLM(str(tmp_path), engine="native", max_num_seqs=1, dtype="float32").dtype == "float32"
 
 

@@ -13,6 +13,7 @@ import torch
 from helpers.environment import INTERPRETED
 from helpers.models import TINY, make_limits, submit, weights_of
 from helpers.recorded import FakeRecorder
+from helpers.scheduling import check_integrity
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.core.core import Core
@@ -72,7 +73,7 @@ def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams])
     requests = [submit(core, None, p, q, seed=7, end_token_ids=()) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
     core.reset_prefix_cache()  # another core may use the engine next
     return [[o.token_ids for o in core.output(r).outputs] for r in requests]
 

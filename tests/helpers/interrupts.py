@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import nanoinfer
+from helpers.scheduling import check_integrity
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 
@@ -61,7 +62,7 @@ def check(core: Core) -> None:
     """What is open in the engine is what the scheduler's sequences hold, and what it keeps."""
     owned = [s.handle for s in core.scheduler.running if s.handle is not None] + core.scheduler.cache.idle
     assert sorted(core.engine.handles) == sorted(owned)
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
 
 
 def interrupt_everywhere(core: Core, work: Callable[[], Any], num: int) -> None:

@@ -115,7 +115,7 @@ class World:
         if any(len(w.token_ids) > 1 for w in work):
             num_prefill = sum(len(w.token_ids) for w in work if len(w.token_ids) > 1)
             self.scheduler.prefill_limit.note(num_prefill, self.decode_sec + num_prefill * self.token_sec)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert forks or self.engine.num_free_blocks >= 0  # forks take room when they are extended
         return work
 
@@ -163,3 +163,15 @@ class World:
 def summary(work: list[ScheduledSequence]) -> list[tuple[int, int, bool]]:
     """(prompt length, tokens fed, draws) in order."""
     return [(len(w.sequence.prompt_token_ids), len(w.token_ids), w.samples) for w in work]
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Assert the invariants that hold between steps."""
+    running = scheduler.running
+    assert len(running) <= scheduler.limits.max_num_seqs
+    assert scheduler.handles <= set(scheduler._engine.handles)
+    for s in running:
+        assert s.finish_reason is None
+        assert s.admitted
+        assert 0 <= s.num_cached <= min(scheduler.limits.block_size, s.num_tokens - s.start)
+    assert all(s.handle is None for s in scheduler._waiting)

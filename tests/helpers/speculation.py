@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from helpers.engines import V
 from helpers.models import CHARS, submit
+from helpers.scheduling import check_integrity
 from nanoinfer import SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core.core import Core
@@ -31,7 +32,7 @@ def generate(
     requests = [submit(core, None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         for s in core.scheduler.running:
             if s.handle is not None:
                 assert core.engine.length(s.handle) == s.num_cached  # type: ignore[arg-type]

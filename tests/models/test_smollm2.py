@@ -101,8 +101,7 @@ def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
             LLM(str(FILES[0]), engine=engine, max_num_seqs=1, kv_cache_memory=1 << 30)
     assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")] == [
         "dtype=auto: computing with the file's own blocks (matrices: 150 in q4_1, 1 in q8_0)",
-        "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 5.2 times fewer bytes of weights for"
-        " each token (their quality: docs/quality.md; measure int4 on your model)",
+        "dtype=auto: using float32",
     ]
 
 

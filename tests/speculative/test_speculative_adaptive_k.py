@@ -241,11 +241,6 @@ def test_close_to_the_best_fixed_k_from_the_first_token(curve: str, draft_cost: 
     assert best / decode(world, None, seeds=4) >= 0.9
 
 
-def test_where_every_token_costs_a_step_a_good_draft_is_no_gain_and_no_loss() -> None:
-    world = World(CURVES["proportional"], 0.05, lambda p: 0.9)
-    assert decode(world, None, seeds=3) == pytest.approx(decode(world, 0, seeds=3), rel=0.02)
-
-
 def test_costs_that_were_measured_on_a_busy_machine_do_not_end_speculation() -> None:
     """Two tokens seemed to cost twice as much as one, and cost the same."""
     world = World(CURVES["flat"], 0.1, lambda p: 0.9)
@@ -291,14 +286,6 @@ def test_a_ratio_that_was_measured_wrongly_is_corrected_by_pairs_of_steps() -> N
     assert costs(1, 5) / costs(1, 1) == pytest.approx(1.2, rel=0.05)
     assert costs(1, 4) < 1.5  # not timed: corrected like its neighbour
     assert costs(1, 2) >= costs(1, 1)
-
-
-def test_one_disturbed_step_says_nothing() -> None:
-    costs = StepCosts(StepTimes({1: 1.0}))
-    for _ in range(20):
-        costs.learn(1, 1, 1.0)
-    costs.learn(1, 1, 1000.0)
-    assert costs(1, 1) < 1.25
 
 
 # What a step costs ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.models import CHARS, TINY, make_folder
+from helpers.scheduling import check_integrity
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
@@ -74,7 +75,7 @@ def assert_nothing_is_held(llm: LLM) -> None:
             engine.close(h)
     for held in (getattr(drafter, "_held", {}), getattr(drafter, "_indices", {})):
         assert not held
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
 
 
 TORCH = [name for name, spec in ENGINES.items() if name != "native" and spec.unavailable() is None]
@@ -149,7 +150,7 @@ def test_requests_that_join_while_others_decode(draft: str, folders: dict[str, s
             requests.append(llm.requests.make("To be or not to be", waiting.pop(0)))
             llm.core.submit(requests[-1:])
         llm.core.step()
-        llm.core.scheduler.check_integrity()
+        check_integrity(llm.core.scheduler)
     made = [llm.core.output(r) for r in requests]
     assert texts(made) == texts(plain.generate(["To be or not to be"] * 9, params * 3))
 

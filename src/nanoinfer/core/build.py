@@ -7,15 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nanoinfer.checkpoints.load import fit_engine, load_model
-from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import LLMConfig
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
 from nanoinfer.engines import first_use, registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.models.parameters import shapes
-from nanoinfer.roofline.formats import FORMATS, int4
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
@@ -80,7 +77,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
             named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
             log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
         else:
-            _log_dtype(loaded.weights, dtype, device)
+            stored = loaded.weights.stored_dtype
+            log.info("dtype=auto: using %s%s", dtype, f" (the checkpoint is {stored})" if stored != dtype else "")
     drafts = DraftFactory(model, options)
     if speculation.draft is not None:
         options = drafts.leave_room(speculation.draft)
@@ -92,25 +90,3 @@ def build_core(config: LLMConfig) -> BuiltCore:
     if speculation.draft is not None:
         core.speculator = drafts.speculator(speculation)
     return BuiltCore(core, model, drafts)
-
-
-def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
-    """Log the dtype of `auto`, and for a CPU how many times fewer bytes of weights a token reads when quantized."""
-    other = weights.stored_dtype != dtype
-    chosen = f"dtype=auto: using {dtype}{f' (the checkpoint is {weights.stored_dtype})' if other else ''}"
-    if device != "cpu":
-        log.info("%s", chosen)
-        return
-    looked_up = ["transformer.wpe.weight"]  # a token reads one row of these matrices
-    if not weights.config.tie_word_embeddings:
-        looked_up.append("transformer.wte.weight")
-    matrices = {name: shape for name, shape in shapes(weights.config).items() if len(shape) == 2}
-    read = {name: shape for name, shape in matrices.items() if name not in looked_up}
-    formats = {dtype: FORMATS[dtype], "int8": FORMATS["int8"], "int4": int4(weights.config)}
-    sizes = {n: sum(f.of(name).matrix_bytes(*shape) for name, shape in read.items()) for n, f in formats.items()}
-    times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
-    log.info(
-        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token"
-        " (their quality: docs/quality.md; measure int4 on your model)",
-        chosen, times["int8"], times["int4"],
-    )  # fmt: skip

@@ -381,16 +381,6 @@ class Scheduler:
         self._running, self._preempted = [], []
         return ended
 
-    def check_integrity(self) -> None:
-        """Assert the invariants that hold between steps. Used in tests."""
-        assert len(self._running) <= self.limits.max_num_seqs
-        assert self.handles <= set(self._engine.handles)
-        for s in self._running:
-            assert s.finish_reason is None
-            assert s.admitted
-            assert 0 <= s.num_cached <= min(self.limits.block_size, s.num_tokens - s.start)
-        assert all(s.handle is None for s in self._waiting)
-
 
 def _rank(s: Sequence) -> tuple[int, bool, int, int]:
     """Return a sequence's rank in the order of admission: by priority, then preempted ones first, then by arrival."""
