@@ -245,8 +245,8 @@ class LayerKind:
     @property
     def sizes(self) -> dict[str, Any]:
         """The sizes that are not the model's, by the names of ModelConfig's fields."""
-        given = {name: getattr(self, name) for name in ("n_head", "num_kv_heads", "head_size", "n_inner")}
-        return {name: size for name, size in given.items() if size is not None}
+        sizes = {name: getattr(self, name) for name in ("n_head", "num_kv_heads", "head_size", "n_inner")}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def differing(self) -> str | None:
@@ -255,8 +255,8 @@ class LayerKind:
             return "layers of different sizes"
         if self.kv_layer is not None:
             return "layers that attend to the keys and values of others"
-        found = {name for name in ("keys_as_values", "value_norm", "scaled") if getattr(self, name)}
-        return f"layers with {', '.join(sorted(found))}" if found else None
+        names = {name for name in ("keys_as_values", "value_norm", "scaled") if getattr(self, name)}
+        return f"layers with {', '.join(sorted(names))}" if names else None
 
     def check(self, head_dim: int) -> None:
         """Raise NanoinferError if a field is out of range for heads of this width."""
@@ -434,9 +434,9 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
             raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
-        most = None if self.latent is None else self._check_latent(self.latent)
+        rotary_dim = None if self.latent is None else self._check_latent(self.latent)
         for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
-            kind.check(most or self.at(i).head_dim)
+            kind.check(rotary_dim or self.at(i).head_dim)
         check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
@@ -459,12 +459,12 @@ class ModelConfig:
         """Return how much of a head may be rotated."""
         if (self.head_dim, self.n_kv_head, self.norm) != (latent.head_dim, 1, "rms"):
             raise NanoinferError(f"latent attention needs head_size={latent.head_dim}, num_kv_heads=1 and norm=rms")
-        found = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(self, name)]
-        found += [f"qk_norm={self.qk_norm}"] if self.qk_norm != "none" else []
-        found += [kind.differing for kind in self.layers if kind.differing is not None]
-        found += ["query_growth" for kind in self.layers if kind.rotary is not None and kind.rotary.query_growth]
-        if found:
-            raise NanoinferError(f"latent attention is not supported with {found[0]}")
+        refused = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(self, name)]
+        refused += [f"qk_norm={self.qk_norm}"] if self.qk_norm != "none" else []
+        refused += [kind.differing for kind in self.layers if kind.differing is not None]
+        refused += ["query_growth" for kind in self.layers if kind.rotary is not None and kind.rotary.query_growth]
+        if refused:
+            raise NanoinferError(f"latent attention is not supported with {refused[0]}")
         return latent.rotary_dim
 
     @property
@@ -514,9 +514,9 @@ class ModelConfig:
     @property
     def differing(self) -> str | None:
         """What most models do not have, for messages: layers of several sizes or without keys, for example; or None."""
-        found = next(filter(None, (kind.differing for kind in self.layers)), None)
+        layer = next(filter(None, (kind.differing for kind in self.layers)), None)
         beside = self.experts is not None and self.experts.beside
-        return "per-layer embeddings" if self.per_layer_dim else "experts beside an MLP" if beside else found
+        return "per-layer embeddings" if self.per_layer_dim else "experts beside an MLP" if beside else layer
 
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
         """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks.

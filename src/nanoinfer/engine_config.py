@@ -158,14 +158,14 @@ class LLMConfig:
         options = dict(options)
         of_chats = {name: options.pop(name) for name in OF_CHATS if name in options}
         owner = {f.name: kind for kind in PARTS for f in fields(kind)}
-        given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
+        fields_of: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
                 raise TypeError(
                     f"LLM() got an unexpected keyword argument {name!r}: help(LLM) and docs/from-vllm.md list them"
                 )
-            given[owner[name]][name] = value
-        engine, speculation, scheduler, pooling = (kind(**given[kind]) for kind in given)
+            fields_of[owner[name]][name] = value
+        engine, speculation, scheduler, pooling = (kind(**values) for kind, values in fields_of.items())
         return cls(
             model, tokenizer, seed, **of_chats,
             engine=engine, speculation=speculation, scheduler=scheduler, pooling=pooling,

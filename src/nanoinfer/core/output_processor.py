@@ -32,13 +32,13 @@ def _cumulative(s: Sequence) -> float | None:
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
     """Return each token's log-probability and rank with its text, and its bytes where the text has U+FFFD for them."""
-    found = {}
+    described = {}
     for token, (value, rank) in logprobs.items():
         text, data = None, None
         if tokenizer is not None and MISSING in (text := decode(tokenizer, [token])):
             data = tuple(tokenizer.token_bytes(token))
-        found[token] = Logprob(value, rank, text, data)
-    return found
+        described[token] = Logprob(value, rank, text, data)
+    return described
 
 
 class OutputProcessor:

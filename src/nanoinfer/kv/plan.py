@@ -43,9 +43,9 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     Raises:
         NanoinferError: kv_cache_memory is too small for max_num_seqs sequences, or for one if it is None.
     """
-    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if layout == "none":
-        return EngineLimits(wanted, model.block_size, wanted * model.block_size, MAX_IDLE_SEQS)
+        return EngineLimits(max_num_seqs, model.block_size, max_num_seqs * model.block_size, MAX_IDLE_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
     if layout in BLOCKS:
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
@@ -62,24 +62,24 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
             f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower max_num_seqs"
         )
     if layout in SLOTS:
-        count = config.max_num_seqs or max(1, min(wanted, fitting))
+        count = config.max_num_seqs or max(1, min(max_num_seqs, fitting))
         return EngineLimits(count, model.block_size, count * model.block_size)
-    tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
-    return EngineLimits(wanted, model.block_size, tokens, MAX_IDLE_SEQS)
+    tokens = min(max_num_seqs * model.block_size, max(model.block_size, budget // per_token))
+    return EngineLimits(max_num_seqs, model.block_size, tokens, MAX_IDLE_SEQS)
 
 
 def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budget: int) -> EngineLimits:
     """Return the limits of a pool of blocks: as many as the budget allows, and at least those of one full sequence."""
-    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     full, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
     if config.kv_cache_memory is None:
-        num_blocks = max(full, min(num_blocks, wanted * full))
+        num_blocks = max(full, min(num_blocks, max_num_seqs * full))
     elif num_blocks < full:
         raise NanoinferError(
             f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for 1 sequence of {model.block_size}"
             f" tokens ({full * per_block:,} bytes): raise it, or lower max_model_len"
         )
-    num_seqs = config.max_num_seqs or min(wanted, num_blocks)
+    num_seqs = config.max_num_seqs or min(max_num_seqs, num_blocks)
     num_blocks = min(num_blocks, (num_seqs + MAX_IDLE_SEQS) * full)  # more can never be used
     return EngineLimits(num_seqs, model.block_size, num_blocks * KV_BLOCK, MAX_IDLE_SEQS)
 

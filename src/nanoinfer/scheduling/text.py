@@ -53,7 +53,7 @@ class _Match:
 
     def push(self, piece: str) -> int | None:
         """Add characters; return the number of them up to the end of the first match, or None without a match."""
-        stop, borders, k, found = self.stop, self._borders, self.length, None
+        stop, borders, k, end = self.stop, self._borders, self.length, None
         if not k and stop[0] not in piece:
             return None
         for i, c in enumerate(piece, 1):
@@ -61,10 +61,10 @@ class _Match:
                 k = borders[k]
             k += stop[k] == c
             if k == len(stop):
-                found = found or i
+                end = end or i
                 k = borders[k]
         self.length = k
-        return found
+        return end
 
 
 class OutputText:

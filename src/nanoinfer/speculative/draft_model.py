@@ -155,10 +155,10 @@ class DraftModel:
 
 def _common(held: list[int], token_ids: list[int], start: int) -> int:
     """Return how many cached tokens are a prefix of the window, at most its length - 1 (the newest is extended)."""
-    most = min(len(held), len(token_ids) - start - 1)
-    if held[:most] == token_ids[start : start + most]:
-        return most
-    return next(i for i in range(most) if held[i] != token_ids[start + i])
+    limit = min(len(held), len(token_ids) - start - 1)
+    if held[:limit] == token_ids[start : start + limit]:
+        return limit
+    return next(i for i in range(limit) if held[i] != token_ids[start + i])
 
 
 def _split(drafts: Sequence[_Draft]) -> Iterator[list[_Draft]]:

@@ -37,8 +37,8 @@ class _Index:
     def find(self, token_ids: Sequence[int]) -> int | None:
         """Return the position after the last earlier occurrence of the longest n-gram at the end, or None."""
         for n in LENGTHS:
-            if n < len(token_ids) and (found := self.after.get(tuple(token_ids[-n:]))) is not None:
-                return found
+            if n < len(token_ids) and (position := self.after.get(tuple(token_ids[-n:]))) is not None:
+                return position
         return None
 
 

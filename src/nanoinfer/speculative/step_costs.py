@@ -120,8 +120,8 @@ def measure_steps(
         budget_sec: time after which only the first run of each small size (ALWAYS) is done. Warm-up on a GPU does not
             count.
     """
-    most = min(max_tokens, engine.limits.block_size)
-    sizes = [n for n in sizes if n <= most] or [sizes[0]]
+    limit = min(max_tokens, engine.limits.block_size)
+    sizes = [n for n in sizes if n <= limit] or [sizes[0]]
     handle = engine.open()
 
     def timed(n: int) -> tuple[float, bool]:
