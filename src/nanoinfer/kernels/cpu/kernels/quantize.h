@@ -1,7 +1,7 @@
 // Quantization of float rows to blocks of GGUF files. Part of format.cpp, which includes it in its namespace.
 //
 // Scales are searched: several are tried for each group, and the one with the least squared error is kept. The idea is
-// that of make_qx_quants and make_qkx2_quants in ggml (ggml-quants.c). gguf_quantize.py does the same for exports.
+// that of make_qx_quants and make_qkx2_quants in ggml (ggml-quants.c).
 #pragma once
 
 // Adding 1.5 * 2^23 rounds to an integer.
