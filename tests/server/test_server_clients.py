@@ -129,7 +129,7 @@ def test_openai_embeddings(client: Any, llm: LLM) -> None:
         if options.get("encoding_format") != "base64":
             assert [item.embedding for item in found.data] == expected
     short = client.embeddings.create(model="tiny", input=[40, 41], dimensions=5, extra_body={"use_activation": False})
-    params = PoolingParams(dimensions=5, normalize=False)
+    params = PoolingParams(dimensions=5, use_activation=False)
     assert short.data[0].embedding == llm.embed([40, 41], params)[0].outputs.embedding
     assert (short.usage.prompt_tokens, short.model) == (2, "tiny")
     with pytest.raises(openai.BadRequestError, match="dimensions=0"):
