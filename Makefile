@@ -8,7 +8,6 @@
 #     converter (downloads 300 MB from the package indexes, npm's with node; eight minutes); writes columns of docs/models.md and gguf.md
 # make test-clients   the server with its clients (docs/clients.md; the npm package where there is node), openai-agents, anthropic,
 #     lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
-# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
 # make test-deploy [SCHEMAS=folder]   deploy/ with the tools and schemas of others (docs/deploy.md); the commands of the image's build
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make test-cluster   batches on Ray clusters whose workers, nodes and driver are killed (ten minutes)
@@ -44,7 +43,7 @@ endef
 
 SUITES := ladder peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-server-schema test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -125,8 +124,6 @@ test-published: .venv/installed-test build/published/installed
 test-clients: .venv/installed-clients .venv-clients/installed build/npm/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CLIENT_TESTS)
 
-test-server-schema: .venv/installed-clients
-	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_schema.py
 
 test-deploy: .venv/installed-deploy
 	NANOINFER_TEST_SCHEMAS="$(SCHEMAS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/house/test_deploy*.py

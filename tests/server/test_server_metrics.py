@@ -20,7 +20,6 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("prometheus_client", reason="the extra `server` is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
@@ -194,15 +193,6 @@ def test_requests_that_do_not_finish_are_counted_unless_they_were_refused(
         expected[counted] = 3 - began
     expected["stop"] += began
     assert {reason: found["request_success_total", reason] for reason in FINISH_REASONS} == expected
-
-
-def test_two_servers_in_a_process_have_metrics_of_their_own(llm: LLM) -> None:
-    first, read_first = metrics_of(llm, lambda: 0.0)
-    _, read_second = metrics_of(llm, lambda: 0.0)
-    first.finish(output(), SamplingParams())
-    assert read_first()["request_success_total", "stop"] == 1
-    assert read_second()["request_success_total", "stop"] == 0
-    assert not any(family.name.startswith(PREFIX) for family in REGISTRY.collect())
 
 
 def test_unknown_methods_are_one_label(llm: LLM) -> None:

@@ -198,30 +198,6 @@ def test_enter_sends_unless_it_breaks_the_line_or_ends_a_composed_character(page
     assert stub.bodies[0][1]["messages"] == [{"role": "user", "content": "a\nb"}]
 
 
-def test_the_speed_stands_beside_the_limit_of_the_roofline(page: Page) -> None:
-    assert page.inner_text("#limit").strip() == "The roofline's limit for one sequence: 400 tokens per second"
-    ask(page, "x")
-    stats = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
-    assert stats.keys() == {"time to first token", "tokens", "accepted from the draft", "tokens per second"}
-    assert (stats["tokens"], stats["accepted from the draft"]) == ("6", "2")
-    assert 5 <= int(stats["time to first token"].removesuffix(" ms")) < 5000
-    speed = float(stats["tokens per second"])
-    assert 0 < speed < 200  # the stub waits 10 ms for each token; é is two
-    share = int(re.match(r"(\d+)% of the roofline's limit", page.inner_text("#limit"))[1])  # type: ignore[index]
-    assert share == pytest.approx(100 * speed / 400, abs=1)
-    assert page.evaluate("document.getElementById('meter').value") == pytest.approx(speed / 400, abs=0.01)
-
-
-def test_without_a_limit_and_a_draft(page: Page, stub: page_stub.Stub) -> None:
-    stub.info = {**stub.info, "roofline_tokens_per_sec": None, "speculation": False, "quantization": None}
-    stub.drafts = False
-    open_page(page, stub.url)
-    ask(page, "x")
-    assert page.is_hidden("#roofline")
-    assert page.locator("dt").all_inner_texts() == ["time to first token", "tokens", "tokens per second"]
-    assert page.locator("#facts li").all_inner_texts() == ["tiny", "native", "context 512"]
-
-
 def test_a_chat_sends_the_conversation(page: Page, stub: page_stub.Stub) -> None:
     assert page.is_checked("input[value=chat]")
     page.click("text=System message")
@@ -286,51 +262,6 @@ BESIDE = """(element, height) => {
 }"""
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -> None:
-    page.set_viewport_size(size)
-    begin(page, "long")
-    page.wait_for_selector(".token >> nth=400", timeout=60_000)  # 4 s at least
-    page.keyboard.press("Escape")
-    page.wait_for_selector(IDLE)
-    page.focus(".token >> nth=0")
-    for key, nth in (("End", -1), ("Home", 0)):
-        page.evaluate("document.getElementById('tip').style.left = '300px'")  # where one of a narrower tip may be
-        page.keyboard.press(key)
-        until(page, f"({BESIDE})([...document.querySelectorAll('.token')].at({nth}), {size['height']})")
-        row = page.locator("#tip tr >> nth=1").bounding_box()  # of one line, wherever the token is in its own
-        assert row is not None
-        assert row["height"] < 30
-
-
-def test_the_tip_does_not_cover_a_token_that_is_on_two_lines(page: Page) -> None:
-    """The space at a line's end, and the word on the next line."""
-    page.set_viewport_size(PHONE)
-    begin(page, "long")
-    page.wait_for_selector(".token >> nth=100", timeout=60_000)
-    page.keyboard.press("Escape")
-    page.wait_for_selector(IDLE)
-    found = "[...document.querySelectorAll('.token')].findIndex(token => token.getClientRects().length > 1)"
-    nth = page.evaluate(found)
-    assert nth >= 0
-    page.focus(f".token >> nth={nth}")
-    until(page, f"({BESIDE})(document.querySelectorAll('.token')[{nth}], {PHONE['height']})")
-
-
-def test_a_character_of_several_tokens_is_one_element(page: Page) -> None:
-    ask(page, "x")
-    page.hover(".token >> nth=4")
-    assert page.locator("#tip p").all_inner_texts()[::2] == ['"\ufffd" token 90', '"\ufffd" token 91']
-
-
-def test_accepted_draft_tokens_are_coloured(page: Page) -> None:
-    ask(page, "x")
-    assert page.locator(".token.accepted").all_inner_texts() == [" be", " or"]
-    color = "e => getComputedStyle(e).backgroundColor"
-    accepted, other = (page.eval_on_selector(f".token >> nth={i}", color) for i in (1, 2))
-    assert accepted == page.eval_on_selector("dt.accepted", color) != other
-
-
 def test_output_and_prompt_are_never_html(page: Page) -> None:
     prompt = "<img src=x onerror=\"document.title='injected'\">"
     for mode in ("completion", "chat"):
@@ -365,31 +296,6 @@ def test_stop_in_the_middle(page: Page, stub: page_stub.Stub, by: str) -> None:
     assert tokens(page) == TEXT
 
 
-def test_the_focus_is_not_lost_with_the_button_that_had_it(page: Page) -> None:
-    page.check("input[value=completion]", force=True)
-    page.fill("#input", "long")
-    page.focus("#send")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".token >> nth=2")
-    assert page.evaluate("document.activeElement.id") == "stop"
-    page.keyboard.press("Enter")
-    page.wait_for_selector(IDLE)
-    assert page.evaluate("document.activeElement.id") == "send"
-
-
-def test_the_end_of_the_transcript_is_followed_unless_one_scrolls_back(page: Page) -> None:
-    box = "document.getElementById('transcript')"
-    for _ in range(12):
-        ask(page, "x")
-    until(page, f"{box}.scrollTop > 0 && {box}.scrollHeight - {box}.scrollTop - {box}.clientHeight < 2")
-    begin(page, "long")
-    page.evaluate(f"{box}.scrollTop = 0")
-    page.wait_for_timeout(100)
-    assert page.evaluate(f"{box}.scrollTop") == 0
-    page.keyboard.press("Escape")
-    page.wait_for_selector(IDLE)
-
-
 def test_a_stopped_answer_is_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
     begin(page, "long", mode="chat")
     page.wait_for_selector(".token >> nth=5")
@@ -398,17 +304,6 @@ def test_a_stopped_answer_is_part_of_the_conversation(page: Page, stub: page_stu
     text = "".join(tokens(page))
     ask(page, "two", mode="chat")
     assert [m["content"] for m in stub.bodies[1][1]["messages"]] == ["long", text, "two"]
-
-
-def test_a_screen_reader_is_not_told_of_every_token(page: Page) -> None:
-    page.evaluate(
-        "window.said = []; new MutationObserver(() => said.push(document.getElementById('status').textContent))"
-        ".observe(document.getElementById('status'), {childList: true})"
-    )
-    ask(page, "x")
-    assert page.evaluate("said") == ["Generating.", "Finished: 6 tokens."]
-    live = "[aria-live], [role=status], [role=alert], [role=log]"
-    assert page.evaluate(f"[...document.querySelectorAll('{live}')].map(e => e.id)") == ["alert", "status"]
 
 
 # Errors -------------------------------------------------------------------------------------------------------
@@ -566,23 +461,6 @@ def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
     served.shutdown()
 
 
-def test_a_parameter_that_is_an_object(page: Page, server: str) -> None:
-    pytest.importorskip("llguidance", reason="pip install '.[structured]'")
-    open_page(page, server)
-    page.evaluate("document.querySelector('#controls details').open = true")
-    page.fill("#c-structured_outputs", '{"regex": "[a-d]{5}"}')
-    ask(page, "O Juliet,", mode="completion")
-    assert re.fullmatch("[a-d]{5}", "".join(tokens(page)))
-
-
-def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:
-    open_page(page, server)
-    page.fill("#c-top_p", "1.5")
-    ask(page, "x")
-    assert page.inner_text("#alert") == page.inner_text("#error-top_p") != ""
-    assert page.get_attribute("#c-top_p", "aria-invalid") == "true"
-
-
 def test_the_page_of_a_server_with_an_api_key(page: Page, llm: LLM) -> None:
     from nanoinfer.server.app import build_app
 
@@ -687,17 +565,6 @@ def test_the_request_as_curl_and_as_python(page: Page, stub: page_stub.Stub, mod
     assert stub.bodies.pop() == (path, body)
 
 
-def test_copy_buttons(page: Page, stub: page_stub.Stub) -> None:
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=stub.url)
-    page.fill("#input", HARD)
-    page.click("#code summary")
-    for what in ("curl", "python"):
-        page.click(f"[data-copy={what}]")
-        until(page, "document.getElementById('status').textContent == 'Copied.'")
-        assert page.evaluate("navigator.clipboard.readText()") == page.inner_text(f"#{what}")
-    page.context.clear_permissions()
-
-
 # Appearance and accessibility ---------------------------------------------------------------------------------
 
 NAMES = """[...document.querySelectorAll('input, select, textarea, button, meter, summary')].map(e => [
@@ -746,45 +613,6 @@ def test_everything_has_a_name_and_a_place(page: Page) -> None:
     assert page.evaluate("document.activeElement.id") == "input"  # where one begins
 
 
-def test_every_control_is_reached_by_the_tab_key_with_a_visible_focus(page: Page) -> None:
-    ask(page, "x")
-    page.evaluate("document.activeElement.blur()")
-    seen = []
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        focused = "e => [e.id || e.name || e.className || e.tagName, getComputedStyle(e).outlineStyle]"
-        found = page.evaluate(f"({focused})(document.activeElement)")
-        if found[0] in seen and found[0] in ("BODY", "theme"):
-            break
-        seen.append(found[0])
-        assert found[1] != "none" or found[0] in ("BODY", "mode"), found  # the label shows the focus of a mode
-    assert {"theme", "token", "mode", "input", "send", "clear", "c-temperature", "c-stop"} <= set(seen)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_themes_have_contrast(page: Page, theme: Any) -> None:
-    page.emulate_media(color_scheme=theme)
-    ask(page, "x", mode="chat")
-    page.click("#code summary")
-    page.fill("#c-temperature", "9")
-    ask(page, "x")
-    page.check("input[value=chat]", force=True)
-    page.hover(".token >> nth=1")
-    found = page.evaluate(CONTRAST)
-    assert found["low"] == []
-    assert found["count"] > 40
-    back = page.eval_on_selector("body", "e => getComputedStyle(e).backgroundColor")
-    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 23, 27)"}[theme]
-
-
-def test_the_theme_is_kept(page: Page) -> None:
-    page.emulate_media(color_scheme="light")
-    page.select_option("#theme", "dark")
-    page.reload()
-    assert page.input_value("#theme") == "dark"
-    assert page.eval_on_selector("body", "e => getComputedStyle(e).backgroundColor") == "rgb(21, 23, 27)"
-
-
 @pytest.mark.parametrize("size", [PHONE, {"width": 320, "height": 560}, {"width": 800, "height": 360}, DESKTOP])
 def test_nothing_overflows(page: Page, stub: page_stub.Stub, size: Any) -> None:
     page.set_viewport_size(size)
@@ -812,14 +640,6 @@ def test_nothing_overflows(page: Page, stub: page_stub.Stub, size: Any) -> None:
     assert box is not None
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= size["width"]
-
-
-def test_nothing_moves(page: Page) -> None:
-    """No transition and no animation, so there is nothing to leave out with prefers-reduced-motion."""
-    ask(page, "x")
-    moving = "s => parseFloat(s.transitionDuration) || s.animationName != 'none' || s.scrollBehavior != 'auto'"
-    count = f"[...document.querySelectorAll('*')].map(e => getComputedStyle(e)).filter({moving}).length"
-    assert page.evaluate(count) == 0
 
 
 def test_the_policy_forbids_scripts_and_styles_of_others(browser: BrowserContext, stub: page_stub.Stub) -> None:
@@ -1025,22 +845,6 @@ def test_tools_are_pasted_and_their_calls_answered_by_hand(page: Page, stub: pag
     ask(page, "y", mode="chat")
     roles = [message["role"] for message in stub.bodies[2][1]["messages"]]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
-
-
-def test_results_that_are_refused_can_be_sent_again(page: Page, stub: page_stub.Stub) -> None:
-    answered(page, stub, *call_parts(0, "weather", "{}"))
-    page.fill("#c-temperature", "9")
-    page.fill(".results textarea", "Rain")
-    page.click("text=Send results")
-    page.wait_for_selector("#alert:not([hidden])")
-    page.wait_for_selector(IDLE)
-    assert page.input_value(".results textarea") == "Rain"
-    assert page.locator("#chat article").count() == 2
-    page.fill("#c-temperature", "1")
-    page.click("text=Send results")
-    page.wait_for_selector(".answer >> nth=1")
-    page.wait_for_selector(IDLE)
-    assert [m["role"] for m in stub.bodies[2][1]["messages"]] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ def as_sent(error: NanoinferError, *, response_format: str) -> NanoinferError:
     """
     if not response_format:
         return error
-    found = re.match(r"(.*?)structured_outputs(?!\.disable)(\.json_object|\.json)?", text := str(error), re.S)
-    if found is None:
+    match = re.match(r"(.*?)structured_outputs(?!\.disable)(\.json_object|\.json)?", text := str(error), re.S)
+    if match is None:
         return error
-    name = response_format if found[2] == ".json" else "response_format"
-    return type(error)(found[1] + name + text[found.end() :])
+    name = response_format if match[2] == ".json" else "response_format"
+    return type(error)(match[1] + name + text[match.end() :])
 
 
 def renamed(error: NanoinferError, names: Mapping[str, str]) -> NanoinferError:
@@ -60,9 +60,9 @@ def renamed(error: NanoinferError, names: Mapping[str, str]) -> NanoinferError:
     param, status, text = _param(error), status_code(error), str(error)
     if param is None or status >= 429:
         return error
-    found = next((old for old in names if re.match(rf"{re.escape(old)}\b", text)), None)
-    name = names.get(found or param, param)
-    text = name + text[len(found) :] if found else text if name == param else f"{name}: {text}"
+    match = next((old for old in names if re.match(rf"{re.escape(old)}\b", text)), None)
+    name = names.get(match or param, param)
+    text = name + text[len(match) :] if match else text if name == param else f"{name}: {text}"
     return FieldError(text, name, status, error.code if isinstance(error, FieldError) else None)
 
 
@@ -106,8 +106,8 @@ def _param(error: NanoinferError) -> str | None:
     for start, name in _ABOUT.items():
         if re.match(start, text):
             return name
-    found = re.match(r"\w+", text)
-    return found[0] if found and found[0] in _NAMES else None
+    match = re.match(r"\w+", text)
+    return match[0] if match and match[0] in _NAMES else None
 
 
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}

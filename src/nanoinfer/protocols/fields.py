@@ -299,20 +299,20 @@ def read_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         FieldError: a field is missing, is not one of the route, or has a value of another type than its schema, or one
             that is not supported.
     """
-    table, given = TABLES[url], {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
+    table, values = TABLES[url], {name: value for name, value in body.items() if value is not None}
+    for name, value in values.items():
         if name in table:
             neutral = table[name].neutral
             if neutral is not None and value not in neutral:
                 raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)
-            given[name] = read_value(name, value, table[name].schema)
+            values[name] = read_value(name, value, table[name].schema)
         elif name not in SAMPLING_OF.get(url, ()):
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
         elif name in _INTEGERS:
-            given[name] = _whole(value)
-    if missing := [name for name in REQUIRED[url] if name not in given]:
+            values[name] = _whole(value)
+    if missing := [name for name in REQUIRED[url] if name not in values]:
         raise FieldError(f"{missing[0]} is missing: {url} needs {', '.join(REQUIRED[url])}", missing[0])
-    return given
+    return values
 
 
 def read_value(where: str, value: Any, schema: Mapping[str, Any]) -> Any:
@@ -340,12 +340,12 @@ def read_value(where: str, value: Any, schema: Mapping[str, Any]) -> Any:
         raise FieldError(f"{where}={show(value)} is not a string of one or more characters", where)
     if schema.get("additionalProperties") is not False:
         return value
-    known, given = schema["properties"], {name: item for name, item in value.items() if item is not None}
-    if unknown := [name for name in given if name not in known]:
+    known, values = schema["properties"], {name: item for name, item in value.items() if item is not None}
+    if unknown := [name for name in values if name not in known]:
         raise FieldError(f"{where}: the field {show(unknown[0])} is not supported: use {', '.join(known)}", where)
-    if missing := [name for name in schema.get("required", ()) if name not in given]:
+    if missing := [name for name in schema.get("required", ()) if name not in values]:
         raise FieldError(f"{where}={show(value)} has no {missing[0]}: give {', '.join(schema['required'])}", where)
-    return {name: read_value(f"{where}.{name}", item, known[name]) for name, item in given.items()}
+    return {name: read_value(f"{where}.{name}", item, known[name]) for name, item in values.items()}
 
 
 def _whole(value: Any) -> Any:

@@ -67,8 +67,8 @@ def messages_error(error: NanoinferError, request: GenerationRequest) -> Nanoinf
 
     A prompt that is too long has Anthropic's message, by which agents decide to shorten the conversation.
     """
-    if found := re.match(rf"the prompt has (.*) tokens, {CONTEXT_LENGTH} (\d+)", str(error)):
-        return _error(f"prompt is too long: {found[1]} tokens > {found[2]} maximum: shorten the conversation")
+    if match := re.match(rf"the prompt has (.*) tokens, {CONTEXT_LENGTH} (\d+)", str(error)):
+        return _error(f"prompt is too long: {match[1]} tokens > {match[2]} maximum: shorten the conversation")
     return renamed(as_sent(error, response_format=request.response_format), _SENT)
 
 
@@ -83,23 +83,23 @@ def to_chat(url: str, body: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     Raises:
         FieldError: a field, or something in it, is unknown, missing or not supported.
     """
-    given = read_fields(url, body)
-    chat = {name: given[name] for name in _SAME if name in given}
-    chat["messages"] = messages = _conversation(given.get("system"), given["messages"], left_out)
+    values = read_fields(url, body)
+    chat = {name: values[name] for name in _SAME if name in values}
+    chat["messages"] = messages = _conversation(values.get("system"), values["messages"], left_out)
     if messages and messages[-1]["role"] == "assistant":  # else all blocks are left out
         if "tool_calls" in messages[-1]:
             raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if "stop_sequences" in given:
-        chat["stop"] = given["stop_sequences"]
-    if "tools" in given:
-        tools = (_tool(item, f"tools[{i}]", left_out) for i, item in enumerate(given["tools"]))
+    if "stop_sequences" in values:
+        chat["stop"] = values["stop_sequences"]
+    if "tools" in values:
+        tools = (_tool(item, f"tools[{i}]", left_out) for i, item in enumerate(values["tools"]))
         chat["tools"] = [tool for tool in tools if tool is not None]
-    if "tool_choice" in given:
-        chat |= _tool_choice(given["tool_choice"], chat.get("tools", ()))
-    if "thinking" in given:
-        chat |= _thinking(given["thinking"])
-    return chat | _output(given.get("output_config", {}))
+    if "tool_choice" in values:
+        chat |= _tool_choice(values["tool_choice"], chat.get("tools", ()))
+    if "thinking" in values:
+        chat |= _thinking(values["thinking"])
+    return chat | _output(values.get("output_config", {}))
 
 
 def _error(message: str) -> FieldError:

@@ -76,13 +76,13 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         FieldError: a field is unknown or not supported; or there is no prompt.
         NanoinferError: a sampling parameter is out of range; its message begins with its name.
     """
-    given = read_fields(url, body)
-    sampling = {name: given[name] for name in SAMPLING if name in given}
-    if (structured := _structured_outputs(given.get("response_format"))) is not None:
-        sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured[0]}
+    values = read_fields(url, body)
+    sampling = {name: values[name] for name in SAMPLING if name in values}
+    if (structured := _structured_outputs(values.get("response_format"))) is not None:
+        sampling["structured_outputs"] = {**_only_options(values.get("structured_outputs", {})), **structured[0]}
     if url == CHAT:
-        _convert_chat_fields(given, sampling)
-    options = _options(given, streams)
+        _convert_chat_fields(values, sampling)
+    options = _options(values, streams)
     options["response_format"] = structured[1] if structured is not None else ""
     try:
         params = with_fields(defaults, sampling)
@@ -97,11 +97,11 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     if options["echo"]:
         params = replace(params, prompt_logprobs=params.logprobs)
     if url == CHAT:
-        return GenerationRequest(params, messages=given["messages"], **options)
-    return GenerationRequest(params, prompts("prompt", given["prompt"], MAX_PROMPTS), **options)
+        return GenerationRequest(params, messages=values["messages"], **options)
+    return GenerationRequest(params, prompts("prompt", values["prompt"], MAX_PROMPTS), **options)
 
 
-def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None) -> int:
+def num_top(count: int | None, steps: Sequence[Mapping[int, Any] | None] | None) -> int:
     """Return how many of the most likely tokens `logprobs=count` asks for at each position.
 
     Args:
@@ -110,10 +110,10 @@ def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None)
     """
     if count != WHOLE_VOCABULARY:
         return count or 0
-    return max((len(step) for step in found or () if step is not None), default=0)
+    return max((len(step) for step in steps or () if step is not None), default=0)
 
 
-def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+def with_fields(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
     """Return sampling parameters with some fields replaced by JSON values. The keys of logit_bias may be strings.
 
     As other servers have it, stop="" is no stop string, seed=-1 a random one, and other seeds may be negative.
@@ -124,43 +124,43 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     for name, kinds, what in (("stop", (str, list), "a string or a list"), ("stop_token_ids", list, "a list"),
                               ("bad_words", list, "a list"), ("allowed_token_ids", list, "a list"),
                               ("logit_bias", dict, "an object")):  # fmt: skip
-        if given.get(name) is not None and not isinstance(given[name], kinds):
-            raise NanoinferError(f"{name}={show(given[name])} is not {what}")
-    if (bias := given.get("logit_bias")) is not None:
-        given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
-    if given.get("stop") == "":
-        given = {**given, "stop": ()}
-    if type(seed := given.get("seed")) is int and -(2**63) <= seed < 0:  # OpenAI's have 64 bits and a sign
-        given = {**given, "seed": None if seed == -1 else seed + 2**64}
-    return replace(defaults, **given)
+        if values.get(name) is not None and not isinstance(values[name], kinds):
+            raise NanoinferError(f"{name}={show(values[name])} is not {what}")
+    if (bias := values.get("logit_bias")) is not None:
+        values = {**values, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
+    if values.get("stop") == "":
+        values = {**values, "stop": ()}
+    if type(seed := values.get("seed")) is int and -(2**63) <= seed < 0:  # OpenAI's have 64 bits and a sign
+        values = {**values, "seed": None if seed == -1 else seed + 2**64}
+    return replace(defaults, **values)
 
 
-def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:
+def _options(values: Mapping[str, Any], streams: bool) -> dict[str, Any]:
     """Return the fields of GenerationRequest that are not about sampling."""
-    stream, of_stream = given.get("stream", False), given.get("stream_options", {})
+    stream, of_stream = values.get("stream", False), values.get("stream_options", {})
     if stream and not streams:
         raise FieldError("stream=True is not supported here: leave it out", "stream")
-    if "stream_options" in given and not stream:
+    if "stream_options" in values and not stream:
         raise FieldError("stream_options needs stream=true", "stream_options")
     counts = bool(of_stream.get("include_usage"))
     return {
-        **{name: given.get(name, False) for name in ("echo", "stream", "return_token_ids")},
-        "template": template_options(given),
-        "model": given.get("model"),
-        **queue_options(given),
+        **{name: values.get(name, False) for name in ("echo", "stream", "return_token_ids")},
+        "template": template_options(values),
+        "model": values.get("model"),
+        **queue_options(values),
         "include_usage": counts,
         "continuous_usage": counts and bool(of_stream.get("continuous_usage_stats")),
     }
 
 
-def queue_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def queue_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return priority and cache_salt of a request."""
-    return {"priority": given.get("priority", 0), "cache_salt": given.get("cache_salt")}
+    return {"priority": values.get("priority", 0), "cache_salt": values.get("cache_salt")}
 
 
-def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of TEMPLATE that are given. Raises FieldError."""
-    options = {name: given[name] for name in TEMPLATE if name in given}
+    options = {name: values[name] for name in TEMPLATE if name in values}
     choice = options.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") in ("none", "auto", "required"):
         options["tool_choice"] = choice["type"]
@@ -192,25 +192,25 @@ def _only_options(structured: Any) -> Mapping[str, Any]:
     )  # fmt: skip
 
 
-def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> None:
+def _convert_chat_fields(values: Mapping[str, Any], sampling: dict[str, Any]) -> None:
     """Add the fields that a chat request names differently to the sampling parameters."""
-    if "max_completion_tokens" in given:
-        if "max_tokens" in given:
+    if "max_completion_tokens" in values:
+        if "max_tokens" in values:
             raise FieldError("max_tokens and max_completion_tokens are both given: give one", "max_completion_tokens")
-        sampling["max_tokens"] = given["max_completion_tokens"]
-    num_top = given.get("top_logprobs")
-    if "logprobs" in given:
-        sampling["logprobs"] = (num_top or 0) if given["logprobs"] else None
-    if num_top not in (None, 0) and not given.get("logprobs"):
+        sampling["max_tokens"] = values["max_completion_tokens"]
+    num_top = values.get("top_logprobs")
+    if "logprobs" in values:
+        sampling["logprobs"] = (num_top or 0) if values["logprobs"] else None
+    if num_top not in (None, 0) and not values.get("logprobs"):
         raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
 
 
-def prompts(name: str, given: Any, most: int) -> list[dict[str, Any]]:
+def prompts(name: str, values: Any, limit: int) -> list[dict[str, Any]]:
     """Return the prompts of a field, at most `most`: a string, a list of token ids, or a list of these."""
-    items = given if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given) else [given]
-    if given == [] or len(items) > most:
+    items = values if isinstance(values, list) and any(isinstance(p, (str, list)) for p in values) else [values]
+    if values == [] or len(items) > limit:
         raise FieldError(
-            f"{name} has {len(given)} items: give a string, a list of token ids, or a list of 1 to {most} of these",
+            f"{name} has {len(values)} items: give a string, a list of token ids, or a list of 1 to {limit} of these",
             name,
         )
     for item in items:
@@ -239,16 +239,16 @@ class TokenizeRequest:
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Read the body of a request to /tokenize. Raises FieldError."""
-    given = read_fields(TOKENIZE, body)
-    if ("prompt" in given) == ("messages" in given):
+    values = read_fields(TOKENIZE, body)
+    if ("prompt" in values) == ("messages" in values):
         raise FieldError("give one of prompt and messages", "prompt")
-    options = {name: value for name, value in given.items() if name not in TEMPLATE}
-    return TokenizeRequest(**options, template=template_options(given))
+    options = {name: value for name, value in values.items() if name not in TEMPLATE}
+    return TokenizeRequest(**options, template=template_options(values))
 
 
 def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     """Return the model and the token ids of a request to /detokenize. Raises FieldError."""
-    given = read_fields(DETOKENIZE, body)
-    if not all(type(token) is int for token in given["tokens"]):
-        raise FieldError(f"tokens={show(given['tokens'])} is not a list of token ids", "tokens")
-    return given.get("model"), given["tokens"]
+    values = read_fields(DETOKENIZE, body)
+    if not all(type(token) is int for token in values["tokens"]):
+        raise FieldError(f"tokens={show(values['tokens'])} is not a list of token ids", "tokens")
+    return values.get("model"), values["tokens"]

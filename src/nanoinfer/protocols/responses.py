@@ -55,17 +55,17 @@ _NOT_RUN = re.compile(r"\w+_(call|call_output|output|list_tools|approval_request
 
 def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
     """Read the body of a request. Args and Raises as `parse`, with the names that this request has."""
-    given = read_fields(RESPONSES, body)
-    chat = {name: value for name, value in given.items() if name in _SAME}
+    values = read_fields(RESPONSES, body)
+    chat = {name: value for name, value in values.items() if name in _SAME}
     left_out: set[str] = set()
-    chat |= {"messages": _messages(given, left_out), **_tools(given, left_out), **_formats(given)}
-    if "max_output_tokens" in given:
-        chat["max_tokens"] = given["max_output_tokens"]
+    chat |= {"messages": _messages(values, left_out), **_tools(values, left_out), **_formats(values)}
+    if "max_output_tokens" in values:
+        chat["max_tokens"] = values["max_output_tokens"]
     try:
         request = parse(CHAT, chat, defaults, streams=True)
     except NanoinferError as e:
         raise renamed(e, _RENAMED) from None
-    return replace(request, echoed=_echoed(given, request), left_out=left_out)
+    return replace(request, echoed=_echoed(values, request), left_out=left_out)
 
 
 def responses_as_sent(error: NanoinferError, request: GenerationRequest) -> NanoinferError:
@@ -73,22 +73,22 @@ def responses_as_sent(error: NanoinferError, request: GenerationRequest) -> Nano
     return renamed(as_sent(error, response_format=request.response_format), _RENAMED)
 
 
-def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
+def _echoed(values: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
     """Return what the response has of the request."""
     params = request.params
     return {
         "background": False,
-        "instructions": given.get("instructions"),
-        "max_output_tokens": params.max_tokens if "max_output_tokens" in given else None,
-        "metadata": given.get("metadata", {}),
-        "parallel_tool_calls": given.get("parallel_tool_calls", True),
+        "instructions": values.get("instructions"),
+        "max_output_tokens": params.max_tokens if "max_output_tokens" in values else None,
+        "metadata": values.get("metadata", {}),
+        "parallel_tool_calls": values.get("parallel_tool_calls", True),
         "previous_response_id": None,
-        "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
+        "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None},
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
-        "tool_choice": given.get("tool_choice", "auto"),
-        "tools": tuple(given.get("tools", ())),
+        "text": {"format": values.get("text", {}).get("format") or {"type": "text"}},
+        "tool_choice": values.get("tool_choice", "auto"),
+        "tools": tuple(values.get("tools", ())),
         "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
@@ -98,20 +98,20 @@ def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, A
 # Fields of the chat ----------------------------------------------------------------------------------------
 
 
-def _tools(given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+def _tools(values: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """Return tools and tool_choice, whose functions are in objects of their own."""
-    made: dict[str, Any] = {name: given[name] for name in ("tools", "tool_choice") if name in given}
-    if "tools" in made:
-        tools = made["tools"] if isinstance(made["tools"], list) else [made["tools"]]
-        made["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
-    choice: Any = made.get("tool_choice")
+    options: dict[str, Any] = {name: values[name] for name in ("tools", "tool_choice") if name in values}
+    if "tools" in options:
+        tools = options["tools"] if isinstance(options["tools"], list) else [options["tools"]]
+        options["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
+    choice: Any = options.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function" and "name" in choice:
-        made["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(choice, dict) and kind not in ("none", "auto", "required"):
         raise FieldError(f"tool_choice={show(choice)} is not supported: use none, auto, required or {{'type':"
                          " 'function', 'name': ...}", "tool_choice")  # fmt: skip
-    return made
+    return options
 
 
 def _tool(item: Any, at: str, left_out: set[str]) -> dict[str, Any] | None:
@@ -129,15 +129,15 @@ def _tool(item: Any, at: str, left_out: set[str]) -> dict[str, Any] | None:
     return {"type": "function", "function": function}
 
 
-def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
+def _formats(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return response_format and reasoning_effort."""
     fields = {}
-    if (form := given.get("text", {}).get("format")) is not None:
+    if (form := values.get("text", {}).get("format")) is not None:
         fields["response_format"] = form
         if form["type"] == "json_schema":
             described = {name: value for name, value in form.items() if name != "type"}
             fields["response_format"] = {"type": "json_schema", "json_schema": described}
-    if (effort := given.get("reasoning", {}).get("effort")) is not None:
+    if (effort := values.get("reasoning", {}).get("effort")) is not None:
         fields["reasoning_effort"] = effort
     return fields
 
@@ -145,15 +145,15 @@ def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
 # Messages --------------------------------------------------------------------------------------------------
 
 
-def _messages(given: Mapping[str, Any], left_out: set[str]) -> list[dict[str, Any]]:
+def _messages(values: Mapping[str, Any], left_out: set[str]) -> list[dict[str, Any]]:
     """Return the conversation as the messages of a chat."""
-    items = given["input"]
+    items = values["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise FieldError(f"input={show(items)} is not supported: give a string or a list of items", "input")
     messages: list[dict[str, Any]] = []
-    if instructions := given.get("instructions"):
+    if instructions := values.get("instructions"):
         messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else None

@@ -43,10 +43,10 @@ def with_keys(config: ServerConfig) -> ServerConfig:
     if config.api_key_file is not None:
         file = Path(config.api_key_file)
         lines = read_limited(file, MAX_KEY_FILE_BYTES, "a list of API keys").decode("utf-8", "replace").split("\n")
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
+        keys_of_file = [line.strip() for line in lines if line.strip()]
+        if not keys_of_file:
             raise NanoinferError(f"{escaped(file)} has no API key: write one in each line")
-        keys += found
+        keys += keys_of_file
     for i, key in enumerate(keys):
         if not re.fullmatch(r"[!-~]{1,512}", key):  # the message does not show it
             raise NanoinferError(f"API key {i + 1} of {len(keys)} is not 1 to 512 ASCII characters without spaces")
@@ -99,10 +99,10 @@ def _given_key(scope: Scope) -> bytes | None:
 
     None if there is none, or a header is there twice.
     """
-    given = [
+    headers = [
         [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
     ]
-    bearer, plain = given
+    bearer, plain = headers
     if not bearer:
         return plain[0].strip() if len(plain) == 1 else None
     scheme, _, key = bearer[0].partition(b" ")
@@ -188,11 +188,11 @@ def parse_host(text: str) -> tuple[str, int | None] | None:
         return None
     address, name, port = match.groups()
     try:
-        found = _normal(name) if address is None else str(IPv6Address(address))
+        normal = _normal(name) if address is None else str(IPv6Address(address))
     except ValueError:
         return None
     number = None if port is None else int(port)
-    return None if (number or 0) > 65535 else (found, number)
+    return None if (number or 0) > 65535 else (normal, number)
 
 
 def _normal(name: str) -> str:

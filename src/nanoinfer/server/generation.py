@@ -71,8 +71,8 @@ async def _answer(
 ) -> None:
     """Send all outputs in one response."""
     outputs: dict[int, RequestOutput] = {}
-    async for found in merged:
-        outputs.update(found)
+    async for new in merged:
+        outputs.update(new)
     every = [outputs[i] for i in range(len(outputs))]
 
     def document() -> dict[str, Any]:
@@ -94,11 +94,11 @@ class _Direct:
         self._writer, self._connection = writer, connection
         self.is_ready = connection.is_writable
 
-    def write(self, found: Found) -> bool:
+    def write(self, new: Found) -> bool:
         """Write chunks, unless they are large."""
-        if self._writer.num_values(found) > LARGE_VALUES:
+        if self._writer.num_values(new) > LARGE_VALUES:
             return False
-        if chunks := self._writer.write(found):
+        if chunks := self._writer.write(new):
             self._connection.write_chunk(chunks)
         return True
 
@@ -120,13 +120,13 @@ async def _stream(
     writer = shape.writer(request, **service.common(request_id))
     started = False
     try:
-        async for found in merged:
+        async for new in merged:
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-            if writer.num_values(found) > LARGE_VALUES:
-                await service.bodies.send(send, writer.events(found))
-            elif chunks := writer.write(found):
+            if writer.num_values(new) > LARGE_VALUES:
+                await service.bodies.send(send, writer.events(new))
+            elif chunks := writer.write(new):
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
             if merged.sink is None and connection is not None:
                 merged.sink = _Direct(writer, connection)

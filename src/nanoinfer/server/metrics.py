@@ -76,8 +76,8 @@ class Metrics:
         self._registry.register(_Engine(llm, model_name))
 
         def make(kind: Any, name: str, doc: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
-            made = kind(PREFIX + name, doc, ("model_name", *labels), registry=self._registry, **options)
-            return made if labels else made.labels(model_name)
+            metric = kind(PREFIX + name, doc, ("model_name", *labels), registry=self._registry, **options)
+            return metric if labels else metric.labels(model_name)
 
         self._histograms = {
             name: make(Histogram, name, doc, buckets=buckets) for name, (doc, buckets, _) in _HISTOGRAMS.items()
@@ -130,8 +130,8 @@ class Metrics:
                 continue
             if read is not None and (value := read(metrics, params or _NO_PARAMS)) is not None:
                 self.observe(name, value)
-        if (found := metrics.speculation) is not None:
-            counts = (found.num_verify_steps, found.num_proposed, found.num_accepted)
+        if (speculation := metrics.speculation) is not None:
+            counts = (speculation.num_verify_steps, speculation.num_proposed, speculation.num_accepted)
             for name, count in zip(_SPECULATION, counts, strict=True):
                 self._speculation[name].inc(count)
 
@@ -157,11 +157,11 @@ class RequestWatch:
         """Whether an output was received."""
         self.num_finished = 0
 
-    def receive(self, found: Sequence[tuple[int, RequestOutput, bool]]) -> None:
+    def receive(self, outputs: Sequence[tuple[int, RequestOutput, bool]]) -> None:
         """Observe outputs: the number of the request, the output, and whether it is the last."""
         now = self._metrics.clock()
         self.began = True
-        for i, output, last in found:
+        for i, output, last in outputs:
             if i in self._last:
                 self._metrics.observe("inter_token_latency_seconds", now - self._last[i])
             self._last[i] = now
@@ -190,18 +190,18 @@ class _Engine(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield the metrics."""
         core = self._llm.llm.core
-        found = core.published
+        published = core.published
         for kind, name, doc, value in (
-            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", found.num_running),
+            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", published.num_running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests that are prepared or wait.",
-             max(0, self._llm.num_unfinished_requests - found.num_running)),
+             max(0, self._llm.num_unfinished_requests - published.num_running)),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Used share of the KV cache, kept prefixes included; 1 is all.",
-             1.0 - found.num_free_blocks / core.num_blocks),
-            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", found.num_prompt_tokens),
-            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", found.num_shared_tokens),
-            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", found.num_preempted),
-            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", found.num_prompt_tokens),
-            (CounterMetricFamily, "generation_tokens", "Generated tokens.", found.num_output_tokens),
+             1.0 - published.num_free_blocks / core.num_blocks),
+            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", published.num_prompt_tokens),
+            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", published.num_shared_tokens),
+            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", published.num_preempted),
+            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", published.num_prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Generated tokens.", published.num_output_tokens),
         ):  # fmt: skip
             family = kind(PREFIX + name, doc, labels=["model_name"])
             family.add_metric([self._model_name], value)
