@@ -53,7 +53,7 @@ demo: .venv/installed
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
 # They have targets of their own, whatever is installed: one browser at a time, and a model to download.
-CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page schema)
+CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page)
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py tests/server/test_smollm2_agents.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them. And one more: the

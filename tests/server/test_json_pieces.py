@@ -25,7 +25,7 @@ def whole(document: Any) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(DOCUMENTS)
 def test_the_bytes_are_those_of_the_encoder(document: Any) -> None:
     assert json_bytes(document) == whole(document)

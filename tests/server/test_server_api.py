@@ -634,12 +634,6 @@ def test_a_format_that_cannot_be_compiled_is_an_error_of_the_field_that_was_sent
         assert error["message"].startswith(f"{error['param']}.json")
 
 
-@pytest.mark.parametrize("name", ["self", "args", "kwargs", "context", "", "é"])
-def test_variables_of_a_template_may_have_any_name(chat: Client, name: str) -> None:
-    body = {"messages": HI, "max_tokens": 3, "seed": 1}
-    assert chat.post(CHAT, **body, chat_template_kwargs={name: 1})["choices"] == chat.post(CHAT, **body)["choices"]
-
-
 def test_whole_numbers_may_be_written_with_a_point(client: Client, chat: Client) -> None:
     """JSON has one type of number: 10.0 is an integer in JSON Schema and in vLLM's requests."""
     found = client.post(COMPLETIONS, prompt="a", max_tokens=3.0, seed=1.0, n=2.0, top_k=5.0, logprobs=1.0, priority=0.0)

@@ -148,13 +148,6 @@ def test_openai_chats(client: Any, llm: LLM) -> None:
     assert chunks[-1].usage.total_tokens == len(expected.prompt_token_ids) + 12
 
 
-def test_openai_stream_helper(client: Any, llm: LLM) -> None:
-    (expected,) = llm.chat(HI, SamplingParams(max_tokens=5, seed=1))
-    with client.chat.completions.stream(model="tiny", messages=HI, max_tokens=5, seed=1) as stream:
-        final = [event for event in stream if event.type == "content.done"]
-    assert [event.content for event in final] == [expected.outputs[0].text]
-
-
 def test_openai_logprobs(client: Any, llm: LLM) -> None:
     (expected,) = llm.chat(HI, SamplingParams(max_tokens=5, seed=1, logprobs=2))
     found = client.chat.completions.create(

@@ -200,6 +200,7 @@ def test_connections_that_do_not_fit_are_an_error(
     )
 
 
+@pytest.mark.slow
 def test_connections_that_do_not_fit_are_an_error_before_the_model_is_loaded() -> None:
     with pytest.raises(AssertionError, match="did not start") as caught:
         ServerProcess("no-such-model/", "--max-connections", "100", limits="ulimit -n 128")

@@ -111,6 +111,7 @@ def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> N
         assert matches(order, ORDER), order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title, source", EXAMPLES, ids=[title for title, _ in EXAMPLES])
 def test_the_programs_of_the_page(server: ServerProcess, folder: Path, title: str, source: str) -> None:
     assert len(EXAMPLES) == len(PROGRAMS)

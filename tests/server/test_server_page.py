@@ -12,13 +12,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import fields
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from helpers.environment import ROOT
 
 pytest.importorskip("starlette", reason="pip install '.[server]'")
 pytest.importorskip("uvicorn", reason="pip install '.[server]'")
@@ -160,14 +157,6 @@ def test_the_files_have_nothing_inline_and_no_external_resource() -> None:
         assert [line for line in text.splitlines() if len(line) > 120 and "data:image" not in line] == [], name
 
 
-def test_the_wheel_has_the_files() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11 on")
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert build["wheel"]["packages"] == ["src/nanoinfer"]
-    for path in page_routes.FOLDER.iterdir():
-        assert not any(fnmatch(path.as_posix(), pattern) for pattern in build["wheel"]["exclude"]), path.name
-
-
 # Answers ------------------------------------------------------------------------------------------------------
 
 
@@ -182,20 +171,6 @@ def test_a_completion(page: Page, stub: page_stub.Stub) -> None:
     ]
     assert page.input_value("#input") == "O Romeo,"
     assert page.inner_text("#status") == "Finished: 6 tokens."
-
-
-def test_enter_sends_unless_it_breaks_the_line_or_ends_a_composed_character(page: Page, stub: page_stub.Stub) -> None:
-    page.set_viewport_size(PHONE)
-    assert page.is_visible("#send kbd")
-    page.focus("#input")
-    for keys in ("a", "Shift+Enter", "b"):
-        page.keyboard.press(keys)
-    composing = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
-    assert page.evaluate(f"document.getElementById('input').dispatchEvent({composing})")  # its default is not prevented
-    assert (page.input_value("#input"), stub.bodies) == ("a\nb", [])
-    page.keyboard.press("Enter")
-    page.wait_for_selector(IDLE)
-    assert stub.bodies[0][1]["messages"] == [{"role": "user", "content": "a\nb"}]
 
 
 def test_a_chat_sends_the_conversation(page: Page, stub: page_stub.Stub) -> None:
@@ -296,16 +271,6 @@ def test_stop_in_the_middle(page: Page, stub: page_stub.Stub, by: str) -> None:
     assert tokens(page) == TEXT
 
 
-def test_a_stopped_answer_is_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
-    begin(page, "long", mode="chat")
-    page.wait_for_selector(".token >> nth=5")
-    page.keyboard.press("Escape")
-    page.wait_for_selector(IDLE)
-    text = "".join(tokens(page))
-    ask(page, "two", mode="chat")
-    assert [m["content"] for m in stub.bodies[1][1]["messages"]] == ["long", text, "two"]
-
-
 # Errors -------------------------------------------------------------------------------------------------------
 
 
@@ -326,20 +291,6 @@ def test_an_error_of_a_field_marks_its_control(page: Page, stub: page_stub.Stub)
     assert stub.bodies[1][1]["temperature"] == 0.8
 
 
-def test_a_malformed_value_is_shown_and_not_sent(page: Page, stub: page_stub.Stub) -> None:
-    page.evaluate("document.querySelector('#controls details').open = true")
-    page.fill("#c-logit_bias", "{50: oops")
-    page.evaluate("document.querySelector('#controls details').open = false")
-    ask(page, "x")
-    assert page.inner_text("#alert") == "logit_bias is not valid: {50: oops"
-    assert page.evaluate("document.activeElement.id") == "c-logit_bias"  # its folded group was opened
-    page.fill("#c-logit_bias", "")
-    page.fill("#c-seed", "18446744073709551615")  # JavaScript would send another number
-    ask(page, "x")
-    assert page.inner_text("#alert").startswith("seed is not a number, or one of more digits")
-    assert stub.bodies == []
-
-
 @pytest.mark.parametrize(
     "prompt, message, kept",
     [
@@ -358,13 +309,6 @@ def test_other_errors_are_shown(page: Page, prompt: str, message: str, kept: lis
         assert page.inner_text(".output small") == "incomplete"
     ask(page, "x")
     assert page.is_hidden("#alert")
-
-
-def test_a_server_that_has_gone(page: Page) -> None:
-    with page_stub.serve(page_stub.Stub().app()) as url:
-        open_page(page, url)
-    ask(page, "x")
-    assert page.inner_text("#alert") == "The server cannot be reached: check that it runs, then try again."
 
 
 def test_the_api_key_is_asked_for_and_kept_for_the_session(page: Page, stub: page_stub.Stub) -> None:
@@ -592,56 +536,6 @@ CONTRAST = """() => {
 }"""
 
 
-def test_everything_has_a_name_and_a_place(page: Page) -> None:
-    ask(page, "x")
-    named = page.evaluate(NAMES)
-    assert len(named) > 20
-    assert [e for e, name in named if not name] == []
-    assert page.get_attribute("html", "lang") == "en"
-    for landmark in ("header", "main", "aside", "h1"):
-        assert page.locator(landmark).count() == 1
-    described = page.evaluate(
-        "[...document.querySelectorAll('[aria-describedby]')].map(e => e.getAttribute('aria-describedby')).join(' ')"
-    )
-    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
-    assert len(set(ids)) == len(ids)
-    assert set(described.split()) <= set(ids)
-    page.focus("body")
-    page.evaluate("document.activeElement.blur()")
-    page.reload()
-    page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "input"  # where one begins
-
-
-@pytest.mark.parametrize("size", [PHONE, {"width": 320, "height": 560}, {"width": 800, "height": 360}, DESKTOP])
-def test_nothing_overflows(page: Page, stub: page_stub.Stub, size: Any) -> None:
-    page.set_viewport_size(size)
-    open_page(page, stub.url)
-    phone = size["width"] < 896
-    assert page.evaluate("document.getElementById('parameters').open") is not phone
-    ask(page, "W" * 200, mode="chat")
-    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    page.fill("#c-temperature", "9")
-    ask(page, "W" * 200, mode="completion")
-    page.check("input[value=chat]", force=True)
-    width = page.evaluate("document.documentElement.scrollWidth")
-    assert width == size["width"]
-    outside = "[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && !e.closest('pre')" \
-        f" && e.getBoundingClientRect().right > {width} + 1).map(e => e.outerHTML.slice(0, 80))"  # fmt: skip
-    assert page.evaluate(outside) == []
-    page.focus(".token >> nth=-1")
-    if phone:  # the help text is under its control
-        page.focus("#c-top_k")
-        help_box = page.locator("#help-top_k").bounding_box()
-        assert help_box is not None
-        assert help_box["height"] > 10
-        page.focus(".token >> nth=-1")
-    box = page.locator("#tip").bounding_box()
-    assert box is not None
-    assert box["x"] >= 0
-    assert box["x"] + box["width"] <= size["width"]
-
-
 def test_the_policy_forbids_scripts_and_styles_of_others(browser: BrowserContext, stub: page_stub.Stub) -> None:
     page = browser.new_page()
     open_page(page, stub.url)
@@ -815,13 +709,6 @@ def test_reasoning_and_calls_are_folded_while_they_arrive(page: Page, stub: page
     assert found == ASSISTANT
 
 
-def test_a_call_that_is_cut_off_is_not_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
-    answered(page, stub, *call_parts(0, "weather", '{"city": '))
-    ask(page, "y", mode="chat")
-    assert stub.bodies[1][1]["messages"][1] == {"role": "assistant", "content": ""}
-    assert page.inner_text(".output small").startswith("cut off: weather")
-
-
 def test_tools_are_pasted_and_their_calls_answered_by_hand(page: Page, stub: page_stub.Stub) -> None:
     page.click("text=Tools and reasoning")
     assert page.inner_text("#tools-note").startswith("This model's chat template does not show tools")
@@ -845,21 +732,6 @@ def test_tools_are_pasted_and_their_calls_answered_by_hand(page: Page, stub: pag
     ask(page, "y", mode="chat")
     roles = [message["role"] for message in stub.bodies[2][1]["messages"]]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
-
-
-@pytest.mark.parametrize(
-    "text, message", [("[oops", "tools is not valid: [oops"), ("[" * 90, "tools is not valid: Unex")]
-)
-def test_tools_that_are_not_json(page: Page, stub: page_stub.Stub, text: str, message: str) -> None:
-    page.click("text=Tools and reasoning")
-    page.fill("#c-tools", text)
-    page.click("text=Tools and reasoning")
-    ask(page, "x", mode="chat")
-    assert page.inner_text("#alert").startswith(message)
-    assert page.evaluate("document.activeElement.id") == "c-tools"
-    assert stub.bodies == []
-    ask(page, "x")  # a completion has no tools
-    assert "tools" not in stub.bodies[0][1]
 
 
 # Editing, retrying, files -------------------------------------------------------------------------------------
@@ -891,29 +763,6 @@ def test_a_message_is_edited(page: Page, stub: page_stub.Stub) -> None:
     assert page.is_hidden("#edit-note")
     ask(page, "four", mode="chat")
     assert contents(stub) == ["one", "to one", "2", "".join(TEXT), "four"]
-
-
-def test_the_last_answer_is_generated_again(page: Page, stub: page_stub.Stub) -> None:
-    page.fill("#c-seed", "7")
-    ask(page, "one", mode="chat")
-    ask(page, "two", mode="chat")
-    assert [button.is_visible() for button in page.locator("text=Retry").all()] == [False, True]
-    page.focus("text=Retry >> nth=1")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(IDLE)
-    assert stub.bodies[2][1] == {**stub.bodies[1][1], "seed": 8}
-    assert page.input_value("#c-seed") == "8"
-    assert page.locator("#chat article").count() == 4
-    page.fill("#c-temperature", "9")
-    page.click("text=Retry >> nth=1")
-    page.wait_for_selector("#alert:not([hidden])")
-    page.wait_for_selector(IDLE)
-    assert page.locator("#chat article").count() == 4
-    page.fill("#c-temperature", "1")
-    page.fill("#c-seed", "")
-    ask(page, "three", mode="chat")
-    assert contents(stub) == ["one", "".join(TEXT), "two", "".join(TEXT), "three"]
-    assert "seed" not in stub.bodies[-1][1]
 
 
 def saved(page: Page, name: str) -> str:
@@ -958,30 +807,6 @@ def test_a_conversation_is_saved_and_loaded(page: Page, stub: page_stub.Stub, tm
     ask(page, "next", mode="chat")
     assert stub.bodies[-1][1]["messages"] == [*expected, {"role": "user", "content": "next"}]
     assert json.loads(saved(page, "save-json"))["messages"][: len(expected)] == expected
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("[oops", "not JSON: "),
-        ("5", "no list of messages, and no object with the field messages"),
-        ('{"messages": [5]}', "message 1 of 1: the role is none of system, user, assistant, tool"),
-        ('[{"role": "user", "content": []}]', "message 1 of 1: content is not a text"),
-        ('[{"role": "tool", "content": null}]', "message 1 of 1: content is not a text"),
-        ('[{"role": "assistant", "reasoning_content": 5}]', "message 1 of 1: reasoning_content is not a text"),
-        ('[{"role": "assistant", "tool_calls": [{}]}]', "message 1 of 1: tool_calls is not a list of calls"),
-        ("[" + " " * (1 << 20), "the file has 1048577 bytes; the limit is 1048576"),
-    ],
-)
-def test_files_that_are_not_loaded(page: Page, tmp_path: Path, content: str, message: str) -> None:
-    ask(page, "one", mode="chat")
-    file = tmp_path / "mine.json"
-    file.write_text(content)
-    page.evaluate("document.getElementById('file-box').open = true")
-    page.set_input_files("#load", file)
-    page.wait_for_selector("#alert:not([hidden])")
-    assert page.inner_text("#alert").startswith(f"mine.json: {message}")
-    assert page.locator("#chat article").count() == 2
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

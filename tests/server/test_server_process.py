@@ -121,17 +121,6 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(
     )
 
 
-@pytest.mark.parametrize("package", ["uvicorn", "starlette"])
-def test_a_missing_extra_names_the_command_that_installs_it(package: str) -> None:
-    code = (
-        f"import sys; sys.modules['{package}'] = None; sys.argv = ['nanoinfer', 'serve', 'shakespeare'];"
-        "from nanoinfer.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{package} is not installed: pip install '.[server]'" in done.stderr
-
-
 # The end ------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +185,7 @@ def test_the_shutdown_has_a_time_limit(folder: Path) -> None:
         assert len(server.lines) == 2
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(folder: Path) -> None:
     with serving(folder) as server:
         client, _ = begun(server)
@@ -258,6 +248,7 @@ def test_a_client_that_disconnects_ends_all_its_requests(llm: AsyncLLM, body: di
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_ends_its_request(folder: Path) -> None:
     with serving(folder, "--max-num-seqs", "1") as server:
         client, _ = begun(server)

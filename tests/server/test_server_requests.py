@@ -345,6 +345,7 @@ def ask(url: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, 
         return e.code, json.load(e)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_starts_again_on_its_port(folder: Path) -> None:
     with process(folder) as (running, url):
         status, first = ask(url, SHORT)

@@ -93,7 +93,7 @@ def test_refused_and_failed_requests(client: Any) -> None:
         client.responses.create(input="Hi", previous_response_id="resp_1", **OPTIONS)
     assert refused.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(input="Hi", tools=[{"type": "web_searches"}], **OPTIONS)
+        client.responses.create(input="Hi", tools=[{"type": "function", "name": "a b"}], **OPTIONS)
     assert refused.value.param == "tools"
 
 

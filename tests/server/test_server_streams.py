@@ -56,6 +56,7 @@ async def read(app: ASGIApp, i: int, log: list[tuple[int, list[int]]]) -> None:
     await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "state": {}}, receive, send)
 
 
+@pytest.mark.nightly_if(lambda max_num_seqs: max_num_seqs == 200)
 @pytest.mark.parametrize("max_num_seqs", [200, 64])
 def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
     llm = LLM("shakespeare", engine="native", max_num_seqs=max_num_seqs)

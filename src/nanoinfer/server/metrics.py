@@ -190,18 +190,18 @@ class _Engine(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield the metrics."""
         core = self._llm.llm.core
-        published = core.published
+        state = core.published
         for kind, name, doc, value in (
-            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", published.num_running),
+            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", state.num_running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests that are prepared or wait.",
-             max(0, self._llm.num_unfinished_requests - published.num_running)),
+             max(0, self._llm.num_unfinished_requests - state.num_running)),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Used share of the KV cache, kept prefixes included; 1 is all.",
-             1.0 - published.num_free_blocks / core.num_blocks),
-            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", published.num_prompt_tokens),
-            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", published.num_shared_tokens),
-            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", published.num_preempted),
-            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", published.num_prompt_tokens),
-            (CounterMetricFamily, "generation_tokens", "Generated tokens.", published.num_output_tokens),
+             1.0 - state.num_free_blocks / core.num_blocks),
+            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", state.num_prompt_tokens),
+            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", state.num_shared_tokens),
+            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", state.num_preempted),
+            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", state.num_prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Generated tokens.", state.num_output_tokens),
         ):  # fmt: skip
             family = kind(PREFIX + name, doc, labels=["model_name"])
             family.add_metric([self._model_name], value)
