@@ -80,16 +80,16 @@ def of_gguf(metadata: Mapping[str, Any]) -> Pooling:
 
 
 def _of_modules(folder: Path, modules: list[dict[str, Any]]) -> Pooling:
-    found = Pooling(normalize=False)
+    pooling = Pooling(normalize=False)
     for module in modules:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind == "Normalize":
-            found = replace(found, normalize=True)
+            pooling = replace(pooling, normalize=True)
         elif kind == "Pooling":
-            found = replace(found, kind=_kind(_config(folder, module), escaped(folder)))
+            pooling = replace(pooling, kind=_kind(_config(folder, module), escaped(folder)))
         elif kind != "Transformer":
             raise NanoinferError(f"{escaped(folder)}: the module {show(module.get('type'))} is not supported")
-    return found
+    return pooling
 
 
 def _config(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
