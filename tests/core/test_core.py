@@ -128,15 +128,6 @@ def test_samples_share_the_prompt_and_fork_once() -> None:
     assert engine.held == {}
 
 
-def test_samples_differ_and_the_first_is_the_only_one_of_n_1() -> None:
-    core, _, _ = make_core(RANDOM)
-    three = add(core, "ab", SamplingParams(n=3, max_tokens=12, seed=4))
-    one = add(core, "ab", SamplingParams(n=1, max_tokens=12, seed=4))
-    texts, (single,) = ([o.text for o in output.outputs] for output in run(core, three, one))
-    assert texts[0] == single
-    assert len(set(texts)) == 3
-
-
 def test_requests_say_the_same_alone_and_in_company() -> None:
     prompts = [
         ("a", SamplingParams(max_tokens=9, seed=1)),
