@@ -227,22 +227,6 @@ def test_without_calls_text_cannot_contain_one() -> None:
     assert matcher.validate_tokens(list(b"a <tool_call>")) == len(b"a <tool_call")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "values", "others"),
-    [
-        ("^\\/[a-z]+\\$$", ["/ab$"], ["/ab", "x/ab$", "\\/ab$"]),
-        ("a/b\\\\/", ["xa/b\\/y"], ["a/b/"]),
-        ("\\^\\$", ["x^$y"], ["x"]),
-    ],
-)
-def test_patterns_are_those_of_javascript(pattern: str, values: list[str], others: list[str]) -> None:
-    f, made = FORMATS["coder"], tool("f", {"a": {"type": "string", "pattern": pattern}}, ["a"])
-    for value in (*values, *others):
-        text = write(f, [("f", {"a": value})]).encode()
-        matcher = llguidance.LLMatcher(vocabulary(0), grammar_of(f, [made], "required"), log_level=0)
-        assert (matcher.validate_tokens(list(text)) == len(text)) is (value in values)
-
-
 def test_text_cannot_spell_a_special_token() -> None:
     special = SPECIAL["nemo"]
     grammar = grammar_of(FORMATS["nemo"], SIMPLE, "auto", special)

@@ -132,15 +132,13 @@ def test_without_strict_what_grammars_cannot_express_is_left_out(
 
 def test_tools_of_which_no_grammar_can_be_made_have_any_arguments(caplog: pytest.LogCaptureFixture) -> None:
     composed = {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
-    wide = {"properties": {f"p{i}": {"type": "string"} for i in range(500)}}
-    tools = [Tool("f", "", composed), Tool("g", "", wide), Tool("h", "", {"properties": {"<a>": {}}})]
+    tools = [Tool("f", "", composed), Tool("h", "", {"properties": {"<a>": {}}})]
     released = ReleasedTools()
     texts = {str(to_grammar(FORMATS["coder"], tools, "required", released=released)) for _ in range(2)}
     assert len(texts) == 1
     assert all(tool in released for tool in tools)
     assert [record.message.partition(" any object: ")[2][:30] for record in caplog.records] == [
         "parameters have anyOf, which c",
-        "structured_outputs.json: an ob",
         "parameters have the property '",
     ]
     strict = Tool("f", "", composed, strict=True)

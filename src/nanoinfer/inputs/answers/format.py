@@ -10,19 +10,9 @@ DeepSeek V3.1  calls_start='<|tool_calls_begin|>', before_name='<|tool_call_begi
 Qwen3-Coder    before_name='<tool_call>\\n<function=', after_name='>', before_key='\\n<parameter=', after_key='>', ...
 Gemma 4        before_name='<|tool_call>call:', after_arguments='<tool_call|>'
 
-The parser (parser.py) reads all of them with any white space; the grammar (grammar.py) writes exactly these pieces.
-
-Detection renders a chat template with probe messages and compares:
-
-    content alone            what ends a turn, and what stands around content
-    content and reasoning    what stands around reasoning
-    a call                   what stands before its name, between name, key and value, and after them
-    a call with two keys     what belongs to each argument
-    two calls                what belongs to each call, and what to all of them
-
-Names, keys and values of the probes are searched in the renderings; the text between them is divided where two
-renderings agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request
-18675).
+Detection renders a chat template with probe messages (content, reasoning, a call, one with two keys, two calls) and
+divides the text between the names, keys and values of the probes where two renderings agree, at the borders of tags and
+words. The idea is that of llama.cpp's automatic parser (its pull request 18675).
 """
 
 from __future__ import annotations

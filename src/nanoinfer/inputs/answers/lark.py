@@ -4,10 +4,9 @@ json     %json of the whole schema
 tagged   a string as text up to the piece after it, other types %json, in the order of the schema
 gemma    objects and arrays as rules, strings as text between marks
 
-Agents send the schemas of whatever tools their users have, which are made for validators. A call that is not quite as
-its schema wants is of more use to them than a request that is refused. So what a grammar cannot express is left out of
-the schemas of tools without `strict`: it only narrows a schema, and the grammar then permits more. A tool of which no
-grammar can be made is released: its calls have any object, with one warning in the log.
+Agents send the schemas of whatever tools their users have, which are made for validators. What a grammar cannot express
+is left out of the schemas of tools without `strict`; one of which no grammar can be made is released: its calls have
+any object.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ ANY_OBJECT = {"type": "object"}
 MAX_LINKS = 8
 """References from one to the next that lead from the schema to that of its object."""
 MAX_RELEASED = 256
-_PATTERN = re.compile(r"(\^?)((?:\\.|.)*?)(\$?)", re.S)
 _BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
 _TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 
@@ -260,17 +258,11 @@ class Arguments:
         """Return a terminal's body for the text of a string; None if no string is permitted."""
         if (values := schemas.listed(schema)) is not None:
             return " | ".join(json.dumps(value) for value in values if isinstance(value, str)) or None
-        low, high, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
-        parts = [f"/(?s:.){{{low},{high}}}/" if low or high != "" else "/(?s:.*)/"]
-        if end and not self._lark.is_special(end):
-            parts.append(f"~/(?s:.*){regex(end)}(?s:.*)/")
-        if isinstance(pattern, str):
-            match = _PATTERN.fullmatch(pattern)
-            assert match is not None  # it matches any text
-            start, inner, finish = match.groups()
-            inner = re.sub(r"(\\.)|/", lambda part: part[1] or "\\/", inner)  # JavaScript writes / as \\/, too
-            parts.append(f"/{'' if start else '(?s:.*)'}({inner}){'' if finish else '(?s:.*)'}/")
-        return " & ".join(parts)
+        if self._tool.strict and "pattern" in schema:
+            raise NanoinferError("parameters have a pattern, which calls of this model cannot express: leave it out")
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = f"/(?s:.){{{low},{high}}}/" if low or high != "" else "/(?s:.*)/"
+        return f"{text} & ~/(?s:.*){regex(end)}(?s:.*)/" if end and not self._lark.is_special(end) else text
 
     def _gemma(self, schema: Any) -> str:
         """Return a value of notation "gemma"."""
@@ -291,18 +283,13 @@ class Arguments:
             body = self._string(schema, STRING_MARK) or '""'
             return f"{lark.literal(STRING_MARK)} {lark.until(STRING_MARK, body)}"
         if kind == "array":
-            return self._items(schema)
+            item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems", 10**6)
+            more = f'("," {item}){{{max(0, low - 1)},{"" if high == 10**6 else high - 1}}}' if high > 1 else ""
+            items = f"{item} {more}" if high > 0 else '""'
+            return lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
         if kind == "object" or (kind is None and "properties" in schema):
             return lark.rule(f'"{{" {self._members(schema)} "}}"')
         return self._json(schema) if kind else self._gemma({})
-
-    def _items(self, schema: Mapping[str, Any]) -> str:
-        """Return a list of notation "gemma"."""
-        item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
-        more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
-        more = "" if high == 1 else more  # {0,0} is not permitted
-        items = f"{item} {more}" if high != 0 else '""'
-        return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
 
     def _members(self, schema: Mapping[str, Any]) -> str:
         """Return the members of an object of notation "gemma" in order, with commas between those that are there."""

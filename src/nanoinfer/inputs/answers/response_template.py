@@ -30,7 +30,6 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured.schemas import types_of
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped
 
 log = logging.getLogger("nanoinfer")
 
@@ -106,8 +105,6 @@ class ResponseTemplate:
             raise NanoinferError(f"response_template.fields: {show(implicit)} have no open, which only one may have")
         self.implicit = implicit[0] if implicit else None
         """The field of text that no other field has."""
-        if dropped := [name for name in fields if name not in TEXTS and name != CALLS]:
-            log.warning("the response template has the fields %s, which are dropped", escaped(", ".join(dropped)))
 
     def start(self, prompt: str) -> str:
         """Return what a prompt has of the answer. Raises TimeoutError."""
@@ -181,8 +178,7 @@ def compile_pattern(where: str, pattern: Any) -> Any:
     """Compile a pattern. Raises NanoinferError: it is not one, or its compilation may take too much memory."""
     import regex  # here: most models have no response template
 
-    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN:
-        raise NanoinferError(f"{where}={show(pattern)} is not a text of 1 to {MAX_PATTERN} characters")
+    _check_text(where, pattern, MAX_PATTERN)
     if _REFUSED.search(pattern):
         raise NanoinferError(f"{where}={pattern!r} is recursive or has the flag x, which are not supported")
     counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{([^{}]*)", pattern)))
@@ -194,23 +190,24 @@ def compile_pattern(where: str, pattern: Any) -> Any:
         raise NanoinferError(f"{where}={pattern!r}: {e}") from None
 
 
-def _to_marker(where: str, given: Mapping[str, Any], key: str) -> Marker | None:
+def _to_marker(where: str, spec: Mapping[str, Any], key: str) -> Marker | None:
     """Compile the string, list of strings or pattern of a key; return None if there is none."""
     import regex
 
-    texts, pattern = given.get(key), given.get(f"{key}_pattern")
-    if texts is not None and pattern is not None:
-        raise NanoinferError(f"{where} has both {key} and {key}_pattern")
+    texts, pattern = spec.get(key), spec.get(f"{key}_pattern")
     if pattern is not None:
         return Marker(compile_pattern(f"{where}.{key}_pattern", pattern), True)
-    if texts is None:
-        return None
-    literals = texts if isinstance(texts, list) else [texts]
-    if not literals or not all(isinstance(text, str) and 0 < len(text) <= MAX_LITERAL for text in literals):
-        raise NanoinferError(f"{where}.{key}={show(texts)} is not a text of 1 to {MAX_LITERAL} characters")
+    literals = texts if isinstance(texts, list) and texts else [] if texts is None else [texts]
+    for text in literals:
+        _check_text(f"{where}.{key}", text, MAX_LITERAL)
     literals = sorted(set(literals), reverse=True)  # the longest first, of those that begin alike
     can_grow = any(longer.startswith(shorter) for longer, shorter in pairwise(literals))
-    return Marker(regex.compile("|".join(map(regex.escape, literals))), can_grow)
+    return Marker(regex.compile("|".join(map(regex.escape, literals))), can_grow) if literals else None
+
+
+def _check_text(where: str, text: Any, limit: int) -> None:
+    if not isinstance(text, str) or not 0 < len(text) <= limit:
+        raise NanoinferError(f"{where}={show(text)} is not a text of 1 to {limit} characters")
 
 
 def _check_field(name: str, field: Any) -> None:
