@@ -106,63 +106,6 @@ def test_random_answers_are_read_as_by_transformers(name: str, templates: dict[s
     assert num_calls > 2
 
 
-class Recorder(ResponseTemplateParser):
-    """Keeps what is read of the fields since `take_events`."""
-
-    def take_events(self) -> list[list[Any]]:
-        events = self.__dict__.get("events", [])
-        self.events: list[list[Any]] = []
-        return events
-
-    def record(self, *event: Any) -> None:
-        self.__dict__.setdefault("events", []).append([*event])
-
-    def _open(self, field: str, marker: str, captures: dict[str, str]) -> None:
-        self.record("open", field)
-        super()._open(field, marker, captures)
-
-    def _add(self, field: str, text: str) -> None:
-        self.record("text", field, text)
-        super()._add(field, text)
-
-    def _close(self, marker: str) -> None:
-        self.record("close", self._field)
-        super()._close(marker)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_text_is_released_when_transformers_releases_it(name: str) -> None:
-    chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
-    template = ResponseTemplate(TEMPLATES[name])
-    for seed in range(60):
-        chance = random.Random(f"{name} {seed}")
-        pieces = random_pieces(random_answer(name, chance), chance)
-        prompt = "".join(
-            chance.choice([ANCHORS[name], random_answer(name, chance)]) for _ in range(chance.randint(0, 2))
-        )
-        spec = {**TEMPLATES[name], "fields": {}}
-        for key, given in TEMPLATES[name]["fields"].items():  # that it refuses no content
-            spec["fields"][key] = {
-                k: v for k, v in given.items() if k not in ("content_args", "transform_each", "join")
-            }
-            spec["fields"][key] |= {"content": "text", "transform": "{content}"}
-        parser = chat_parsing.ResponseParser(spec, prefix=prompt)
-        recorder = Recorder(template, prompt=prompt)
-        assert [event[:2] for event in recorder.take_events()] == [
-            event[:2] for event in map(as_ours, parser.initial_events)
-        ]
-        for piece in pieces:
-            recorder.feed(piece)
-            assert recorder.take_events() == [as_ours(event) for event in parser.feed(piece)], pieces
-        recorder.finish()
-        assert recorder.take_events() == [as_ours(event) for event in parser.finalize()[1]], pieces
-
-
-def as_ours(event: dict[str, Any]) -> list[Any]:
-    kind = {"region_open": "open", "region_chunk": "text", "region_close": "close"}[event["type"]]
-    return [kind, event["field"], *([event["text"]] if kind == "text" else [])]
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_cut_gives_the_same_message(name: str, templates: dict[str, ResponseTemplate]) -> None:
     for seed in range(2):

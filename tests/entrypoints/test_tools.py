@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from helpers.answers import random_object
 from helpers.chat import HI
 from helpers.errors import refuses
-from helpers.tools import TWO, check_call, random_object, tools_folder
+from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.outputs import CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 

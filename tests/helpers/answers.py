@@ -186,7 +186,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
     """Return the schema of an object."""
-    names = chance.sample(["a", "bb", "c_d", "description", "x1"], chance.randrange(0 if depth == 0 else 1, 4))
+    names = chance.sample(["a", "bb", "c_d", "description", "é1"], chance.randrange(0 if depth == 0 else 1, 4))
     required = [name for name in names if chance.random() < 0.6]
     made = {"type": "object", "properties": {n: random_schema(chance, depth) for n in names}, "required": required}
     return made | {"additionalProperties": False}

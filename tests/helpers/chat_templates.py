@@ -123,19 +123,6 @@ TEMPLATES = {
     {%- endif %}
 {%- endif %}
 """,
-    "zephyr": """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\n' + message['content'] + eos_token }}
-{% else %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}
-""",
     "whitespace": """  {% if true %}
     {{ messages[0].content }}
   {% endif %}
@@ -150,11 +137,6 @@ end
     "loops": (
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% if loop.index > 2 %}{% break %}"
         "{% endif %}[{{ loop.index }} {{ m.content | upper }}]{% endfor %}"
-    ),
-    "macros": (
-        "{% macro turn(role, text='') -%}<{{ role }}>{{ text }}{{ caller() if caller else '' }}</{{ role }}>"
-        "{%- endmacro %}{% for m in messages %}{{ turn(m.role, m.content) }}{% call turn('x') %}{{ loop.length }}"
-        "{% endcall %}{% endfor %}"
     ),
     "filters": (
         "{{ messages | map(attribute='content') | join(' | ') }} {{ messages[0] | tojson }} {{ messages | tojson("

@@ -145,7 +145,7 @@ def test_one_call_where_they_are_not_parallel(name: str) -> None:
     f = FORMATS[name]
     for choice in ("required", "get"):
         grammar = grammar_of(f, SIMPLE, choice, parallel=False)
-        for seed in range(6):
+        for seed in range(3):
             text, ended = walk(grammar, [], seed)
             message = parse(f, text, SIMPLE)
             assert len(message.tool_calls) == 1
@@ -347,7 +347,7 @@ def test_calls_of_a_model_parse_and_match(options: dict[str, Any]) -> None:
     for name, choice in (("hermes", "required"), ("coder", "required"), ("gemma", "required")):
         f = FORMATS[name]
         made = to_grammar(f, SIMPLE, choice, parallel=False)
-        (output,) = llm.generate("Call:", SamplingParams(max_tokens=300, n=6, seed=3, structured_outputs=made))
+        (output,) = llm.generate("Call:", SamplingParams(max_tokens=200, n=3, seed=3, structured_outputs=made))
         for o in output.outputs:
             assert o.error is None
             message = parse(f, o.text, SIMPLE)

@@ -114,7 +114,7 @@ def test_every_prefix_is_what_is_there(name: str) -> None:
     calls = CALLS if f.parallel else CALLS[:1]
     text = write(f, calls, "Some text." if f.trigger else "", "Think." if f.reasoning_end else "")
     whole, _ = parse(f, text)
-    for end in range(len(text) + 1):
+    for end in range(0, len(text) + 1, 3):
         unconstrained, _ = parse(f, text[:end])
         message, deltas = parse(f, text[:end], range(end), constrained=True)
         assert joined(deltas) == message

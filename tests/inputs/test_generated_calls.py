@@ -20,8 +20,7 @@ import pytest
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from helpers import answers, tools
-from helpers.answers import FORMATS, valid
+from helpers.answers import FORMATS, random_object, valid
 from helpers.chat import chat_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.inputs.answers.grammar import to_grammar
@@ -42,11 +41,8 @@ def cases() -> list[tuple[str, tuple[Tool, ...]]]:
     while sum(len(tools) for _, tools in CASES) < NUM_SCHEMAS or len(CASES) < len(names):
         chance = random.Random(len(CASES))
         name = names[len(CASES) % len(names)]
-        random_object = (answers if chance.random() < 0.5 else tools).random_object
         made = [json.dumps(random_object(chance)) for _ in range(chance.randrange(1, 4))]
         made = [text.replace('{"type": "string", "desc', '{"type": "string", "maxLength": 12, "desc') for text in made]
-        if FORMATS[name].notation != "json":  # which has no names with spaces
-            made = [text.replace("long name", "long_name") for text in made]
         CASES.append((name, tuple(Tool(f"tool_{i}", "", json.loads(text)) for i, text in enumerate(made))))
     return CASES
 

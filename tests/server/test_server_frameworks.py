@@ -23,9 +23,10 @@ from helpers.environment import ROOT
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
+from helpers.answers import valid
 from helpers.chat_templates import TOOLS
 from helpers.server_process import ServerProcess, serving
-from helpers.tools import ADD, matches, tool, tools_folder
+from helpers.tools import ADD, tool, tools_folder
 
 CLIENTS = Path(__file__).with_name("clients")
 PROGRAMS = sorted(p for p in CLIENTS.glob("*.*") if p.stem != "common")
@@ -103,12 +104,12 @@ def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> N
     assert found["refused"] == 401
     assert len(found["calls"]) > 1
     for name, arguments in found["calls"]:
-        assert matches(arguments, SCHEMAS[name]), arguments
+        assert valid(arguments, SCHEMAS[name], SCHEMAS[name]), arguments
     assert found["answer"]
     assert found["stream"][-1] == found["answer"]  # of chunks with one token each, or several on a busy machine
     assert found["structured"]
     for order in found["structured"]:
-        assert matches(order, ORDER), order
+        assert valid(order, ORDER, ORDER), order
 
 
 @pytest.mark.slow
