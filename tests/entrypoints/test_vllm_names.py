@@ -61,7 +61,7 @@ def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("name", ["tensor_parallel_sise", "max_loras", "hf_overrides"])
 def test_an_unknown_name_is_found_before_a_value_is_refused(name: str) -> None:
-    message = rf"argument '{name}': help\(LLM\) and docs/from-vllm.md list the arguments$"
+    message = rf"argument '{name}': help\(LLM\) and docs/from-vllm.md list them$"
     with pytest.raises(TypeError, match=message):
         LLM("shakespeare", tensor_parallel_size=2, **{name: 1})
 
