@@ -341,7 +341,6 @@ BAD = {
     "long prompt": (["-m", "{tiny}", "--prompt-tokens", "33"], "the maximum context length is 32"),
     "no tokens": (["Go", "-m", "{tiny}", "--max-tokens", "0"], "max_tokens=0"),
     "no decoding": (["Go", "-m", "{tiny}", "--max-tokens", "1", "--decode-only"], "max_tokens=1"),
-    "no folder": (["Go", "-m", "./never/loaded", "--trace", "{tmp}/no/t.json"], "t.json cannot be written"),
     "folder": (["Go", "-m", "./never/loaded", "--trace", "{tmp}"], "it is a folder"),
     "a file as folder": (["Go", "-m", "./never/loaded", "--trace", "{old}/t.json"], "cannot be written"),
     "bad prompt, good trace": (["Go" * 40, "-m", "{tiny}", "--trace", "{old}"], "the maximum context length is 32"),
@@ -378,20 +377,3 @@ def test_trace_replaces_an_older_one_and_stderr_is_silent(tiny_folder: Path, tmp
     assert done.stderr == b""
     assert json.loads((folder / "t.json").read_text())["traceEvents"]
     assert [p.name for p in folder.iterdir()] == ["t.json"]
-
-
-@pytest.mark.parametrize("written", [None, "", '{"traceEvents": [{"ph": "X",'])
-def test_a_trace_that_was_cut_short_is_no_trace(
-    run: Run, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None
-) -> None:
-    def cut_short(self: Any, path: str) -> None:
-        if written is not None:
-            Path(path).write_text(written)
-        Path(path + ".tmp").write_text("{")
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_short)
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = run("Go", "-m", tiny_folder, "--max-tokens", 3, "--trace", tmp_path / "t.json")
-    assert (code, out) == (2, "")
-    assert "it was cut short" in err
-    assert sorted(tmp_path.rglob("*")) == before

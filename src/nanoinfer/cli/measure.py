@@ -11,10 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,7 +29,7 @@ from nanoinfer.roofline.report import Question, answer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.environment import MAX_WAITED
-from nanoinfer.utils.files import check_replaceable, read_text
+from nanoinfer.utils.files import read_text, require_writable
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -170,48 +167,22 @@ def profile(
     num_prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
     require_int("prompt_tokens", num_prompt_tokens, 1, 1 << 20)
     params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True)
-    with _new_file(trace) if trace is not None else nullcontext() as partial:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
+    if trace is not None:
+        require_writable(trace.parent, trace.name)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
-        from nanoinfer.entrypoints.llm import LLM
-        from nanoinfer.profiling.profiler import profile as profile_generation
-        from nanoinfer.profiling.profiler import random_prompts
+    from nanoinfer.entrypoints.llm import LLM
+    from nanoinfer.profiling.profiler import profile as profile_generation
+    from nanoinfer.profiling.profiler import random_prompts
 
-        llm = LLM.from_config(config)
-        prompts = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
-        result = profile_generation(llm, prompts, params, decode_only=decode_only, trace=partial)
+    llm = LLM.from_config(config)
+    prompts = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
+    result = profile_generation(llm, prompts, params, decode_only=decode_only, trace=trace)
     text = finite_json(dataclasses.asdict(result))
     if as_json:
         print(text)
     else:
         _show_profile(result)
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path whose file replaces `path` at the end of the block, unless an exception ends it.
-
-    Raises:
-        NanoinferError: nothing can be written there (before the block), or the disk is full (after it).
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        check_replaceable(path)
-        # A folder: torch leaves files of its own beside a trace that it could not finish.
-        folder = TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as e:
-        raise _not_writable(path, e.strerror) from None
-    with folder as name:
-        partial = Path(name) / "trace.json"
-        yield partial
-        if not partial.exists() or not partial.read_bytes().rstrip().endswith(b"}"):  # torch raises no error
-            raise _not_writable(path, "it was cut short, the disk may be full")
-        os.replace(partial, path)
-
-
-def _not_writable(path: Path, reason: str | None) -> NanoinferError:
-    return NanoinferError(f"trace={path} cannot be written: {reason}: choose another place")
 
 
 def _show_profile(p: Profile) -> None:

@@ -218,12 +218,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         f.write(content)
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise OSError if a path is a pipe or a device: root can replace even /dev/null by a file, for every process."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EEXIST, "it is a pipe or a device")
-
-
 def require_writable(folder: Path, name: str | None = None) -> None:
     """Create a folder; raise NanoinferError if files, or one of this name, cannot be written in it."""
     import tempfile  # not at the start of every program
@@ -246,7 +240,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written, or `path` is a pipe or a device, which a file must not replace.
     """
-    check_replaceable(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EEXIST, "it is a pipe or a device")  # root can replace even /dev/null by a file
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as f:
