@@ -208,17 +208,6 @@ def test_engines_fits_a_terminal(run: Run) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_a_line_of_train_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from nanoinfer.cli.train import _reporter
-    from nanoinfer.utils.progress import ProgressBar
-
-    report = _reporter(ProgressBar("train"), 100_000, 1.0)
-    report(SimpleNamespace(step=99_999, loss=10.1234, val_loss=10.1234, tokens_per_sec=123_456.0, best_val_loss=9.0))  # type: ignore[arg-type]
-    line = capsys.readouterr().err.rstrip("\n")
-    assert line == "step 99999/100000  loss 10.1234  val 10.1234 (14.6050 bits/char)  123,456 tok/s"
-    assert len(line) <= 80
-
-
 def test_perplexity_tells_how_far_it_is(tiny_folder: Path) -> None:
     seen: list[tuple[int, int]] = []
     LLM(str(tiny_folder), engine="static").perplexity("a" * 60, stride=16, progress=lambda *at: seen.append(at))

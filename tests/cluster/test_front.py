@@ -387,3 +387,12 @@ def test_a_connection_that_sends_no_request_ends(tmp_path: Path) -> None:
             assert (await post(setup.app, {"prompt": "a"})).status == 201
 
     run(main())
+
+
+def test_many_requests_at_once(tmp_path: Path) -> None:
+    async def main() -> list[Response]:
+        async with front(tmp_path) as setup:
+            await setup.add(0, 0, says("a"))
+            return await asyncio.gather(*(post(setup.app, {"prompt": "a"}) for _ in range(400)))
+
+    assert {response.status for response in run(main())} == {201}

@@ -113,7 +113,7 @@ def test_a_forked_child_loads_the_first_model(engine: str, tiny_folder: Path) ->
     run(FIRST, str(tiny_folder), engine)
 
 
-@pytest.mark.slow  # nothing is in the compiler's cache: a minute on one core
+@pytest.mark.nightly  # nothing is in the compiler's cache: a minute on one core
 def test_forked_children_compile(tiny_folder: Path, tmp_path: Path) -> None:
     """With nothing in the compiler's cache: its workers are threads and processes of the parent's."""
     env = f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / 'cache')!r}\n"

@@ -97,7 +97,7 @@ class OwnForm:
         self._start: Record = {"line": place.line, **file, "id": line_id if _is_id(line_id) else None}
 
     def request(self, defaults: SamplingParams) -> GenerationRequest:
-        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
+        """Return the request of the line. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
             if name not in OWN_KEYS:
@@ -152,7 +152,7 @@ class OpenAIForm:
         self._request: GenerationRequest | PoolingRequest | None = None
 
     def request(self, defaults: SamplingParams) -> GenerationRequest | PoolingRequest:
-        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
+        """Return the request of the line. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
             if name not in OPENAI_KEYS:
@@ -192,7 +192,7 @@ class OpenAIForm:
 
 
 Form = OwnForm | OpenAIForm
-"""A line that is being processed: what it asks for, and how its record is written."""
+"""A line that is being processed: its request, and how its record is written."""
 
 
 def _read_object(line: Line) -> Mapping[str, Any]:

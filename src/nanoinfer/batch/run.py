@@ -89,9 +89,9 @@ class _Entry:
     """Bytes of the line, and of the record when there is one."""
     requests: list[Request] = field(default_factory=list)
     answers: Answers | None = None
-    """Of a chat whose messages have reasoning or calls."""
+    """Readers of a chat whose messages have reasoning or calls."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """Of the requests that have ended, by id."""
+    """Outputs of the requests that have ended, by id."""
     readings: Sequence[Reading] = ()
     """The inputs of a line that embeds."""
     record: bytes | None = None

@@ -33,7 +33,7 @@ COMMANDS = {
     "train": ("train:train", "Train a model or a draft model."),
 }
 COMPLETE = "_NANOINFER_COMPLETE"
-"""Variable in which a shell asks for completions: eval "$(_NANOINFER_COMPLETE=bash_source nanoinfer)"."""
+"""Variable by which a shell requests completions: eval "$(_NANOINFER_COMPLETE=bash_source nanoinfer)"."""
 
 
 class _Commands(click.Group):
@@ -100,7 +100,7 @@ def run(arguments: list[str]) -> int:
 
 def _invoke(arguments: list[str]) -> int:
     """Run a sub-command; turn its errors into one line and an exit code."""
-    if os.environ.get(COMPLETE):  # the shell asks for completions: click prints them and exits
+    if os.environ.get(COMPLETE):  # the shell requests completions: click prints them and exits
         app.main(arguments, "nanoinfer")
     try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
         with app.make_context("nanoinfer", arguments) as context:

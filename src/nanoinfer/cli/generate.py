@@ -167,7 +167,7 @@ def _without_newline(text: str) -> str:
 
 
 def split_lines(text: str) -> list[str]:
-    r""" "a\n\nb\r\n" -> ["a", "", "b"]: only \n and \r\n end a line; str.splitlines knows ten more ends."""
+    r""" "a\n\nb\r\n" -> ["a", "", "b"]: only \n and \r\n end a line; str.splitlines has ten more ends."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()

@@ -132,11 +132,11 @@ def config_flag(name: str, default: Any = None) -> Callable[[_Command], _Command
 def flags(
     cls: type, argument: str, *, skip: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None
 ) -> Callable[[_Command], _Command]:
-    """Decorate a command so that it gets an instance of dataclass `cls` as keyword `argument`.
+    """Decorate a command so that it is called with an instance of dataclass `cls` as keyword `argument`.
 
     Args:
         cls: a dataclass; each of its fields becomes a flag.
-        argument: the keyword under which the command gets the instance.
+        argument: the keyword of the instance.
         skip: fields that keep their default.
         defaults: field -> the flag's default, where it is not the field's.
     """
@@ -159,7 +159,7 @@ def flags(
 
 
 def llm_config(*parts: str) -> Callable[[_Command], _Command]:
-    """Decorate a command so that it gets an `LLMConfig` as keyword `config`, instead of what the config has.
+    """Decorate a command so that it is called with an `LLMConfig` as keyword `config`, instead of what the config has.
 
     That is the model, the tokenizer and the generation config, where the command has flags of them, and the parts.
 

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.cluster.link import serve
+from nanoinfer.cluster.link import BACKLOG, serve
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.llm import LLM
@@ -51,7 +51,7 @@ _POLL_SEC = 0.02
 
 @dataclass(frozen=True)
 class HostSpec:
-    """What a host runs."""
+    """The model of a host, and its replicas."""
 
     config: LLMConfig
     server: ServerConfig
@@ -77,14 +77,16 @@ def main() -> None:
                 f"replicas={len(spec.cores)} needs engine native, and the engine is"
                 f" {llm.engine_name}: use --engine native"
             )
+        replicas = _Replicas(llm, spec)
     except NanoinferError as e:
         return _report({"error": str(e)})
+    except OSError as e:  # of the sockets: their folder ends with the front
+        return _report({"error": reason(e)})
     except MemoryError:
         return _report({"error": "out of memory"})
     limits = llm.core.engine.limits
     names = spec.server.served_model_name or names_of(llm.model_name)
     _report({"names": names, "limits": [limits.max_num_seqs, limits.max_num_cached_tokens]})
-    replicas = _Replicas(llm, spec)
     if forks:
         replicas.run()
     else:
@@ -105,7 +107,7 @@ class _Replicas:
         self._listeners = [socket.socket(socket.AF_UNIX) for _ in spec.cores]
         for number, listener in enumerate(self._listeners):
             listener.bind(f"{spec.path}{number}")
-            listener.listen(1024)
+            listener.listen(BACKLOG)
         self._running: dict[int, tuple[int, float]] = {}  # pid -> number of the replica, and when it began
         self._due = dict.fromkeys(range(len(spec.cores)), 0.0)  # number -> when it is to be started
         self._delays = dict.fromkeys(self._due, 0.0)

@@ -24,6 +24,8 @@ from nanoinfer.cluster.routing import TOKENS_PER_BLOCK, PrefixTable
 
 _LENGTHS, _HEAD, _PART = struct.Struct("<II"), struct.Struct("<I"), struct.Struct("<I?")
 _COUNTS = struct.Struct("<II")  # tokens of the prompts and of the outputs
+BACKLOG = 4096
+"""Connections that may wait in a socket: a connection beyond them would be one to a lost replica."""
 _KEYS = (b"authorization", b"x-api-key", b"cookie")
 
 
@@ -123,7 +125,7 @@ async def serve(app: ASGIApp, listener: socket.socket) -> asyncio.Server:
         finally:
             writer.close()
 
-    return await asyncio.start_unix_server(answer, sock=listener)
+    return await asyncio.start_unix_server(answer, sock=listener, backlog=BACKLOG)
 
 
 async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -144,7 +146,8 @@ async def _answer(app: ASGIApp, reader: asyncio.StreamReader, writer: asyncio.St
         part, more = message.get("body", b""), message.get("more_body", False)
         end = b"" if more else _COUNTS.pack(*scope["state"].get("num_tokens", (0, 0)))
         writer.write(_PART.pack(len(part), more) + part + end)
-        await writer.drain()
+        with suppress(OSError):  # the front has ended the connection, which `receive` returns, too
+            await writer.drain()
 
     await app(scope, receive, send)
 

@@ -51,7 +51,7 @@ class PrefixTable:
 
 
 class Routed(Protocol):
-    """What `choose` needs of a replica."""
+    """A replica, for `choose`."""
 
     prefixes: PrefixTable
     max_num_seqs: int

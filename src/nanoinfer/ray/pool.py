@@ -40,7 +40,7 @@ PLACEMENT_SEC = 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a batch is, and how it is to run."""
+    """A batch: its model, its options and its actors."""
 
     config: LLMConfig
     options: BatchOptions

@@ -72,7 +72,7 @@ def _line(fields: Mapping[str, Any], number: Any, index: int) -> Line:
     fields = {name: _value(value) for name, value in _plain(fields).items() if value == value}  # NaN: a null
     for name in _JSON_FIELDS:
         if isinstance(fields.get(name), str):
-            with suppress(NanoinferError):  # the line's error then says that the field is text
+            with suppress(NanoinferError):  # the line's error is then that the field is text
                 fields[name] = parse_json(fields[name], "it is not JSON")
     content = json.dumps(fields, ensure_ascii=False).encode(errors="surrogatepass")  # of no UTF-8: the line's error
     if number is None:
