@@ -562,18 +562,6 @@ def test_counts_are_in_table_and_file() -> None:
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
 
 
-def test_on_a_cpu_nothing_of_it_is_shown() -> None:
-    made = gpu_results()
-    made.machine = {"threads": 2}
-    made.rows = [Row(Case("static", "m"), FIGURES)]
-    text = shown(made)
-    assert "kernels" not in text
-    assert "verify" not in text
-    assert "ceiling of this machine: reads 3000.0 GB/s; products" in text
-    made.ceiling["read_bytes_per_sec_by_size"] = {"1048576": 9e12, "2097152": 3e12}
-    assert "reads 3000.0 GB/s (up to 9000.0 from caches); products" in shown(made)
-
-
 def test_models_are_written_once_and_random_ones_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from nanoinfer.checkpoints import load
 

@@ -24,7 +24,6 @@ from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.report import Question, answer
-from nanoinfer.utils.field_docs import field_docs
 
 PAGE = (ROOT / "docs" / "inference-math.md").read_text()
 Run = Callable[..., tuple[int, str, str]]
@@ -131,15 +130,6 @@ def test_a_pipe_without_unicode_gets_plain_characters() -> None:
     assert done.stdout.isascii()
     assert b"memory-bound" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_help_names_every_field_with_its_line(run: Run) -> None:
-    code, out, _ = run("--help")
-    assert code == 0
-    words = " ".join(out.split())
-    for name, doc in field_docs(Question).items():
-        assert f"--{name.replace('_', '-')}" in out
-        assert doc.split(".")[0][:20] in words
 
 
 def test_si() -> None:

@@ -12,17 +12,13 @@ import pytest
 
 from helpers.errors import refuses
 from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
-from nanoinfer import LLM
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.cli import main
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.predict import predict
 from nanoinfer.roofline.report import Question, answer
 from nanoinfer.roofline.shapes import find_model, find_shape
-from nanoinfer.server.service import max_tokens_per_sec
 
 C, F, V, L, D = 64, 128, 70, 3, 32
 Q6_K = 14
@@ -142,25 +138,3 @@ def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     refuses(lambda: find_model(str(tmp_path / "bad.gguf")), "bad.gguf is not a valid GGUF file")
     refuses(lambda: find_model(str(tmp_path / "none.gguf")), "is unknown", "GGUF file")
-
-
-ASKED: list[tuple[dict[str, Any], str | None]] = [
-    ({}, None),
-    ({"quantization": "int8"}, "int8"),
-    ({"dtype": "float32"}, "float32"),
-    ({"engine": "static"}, "float32"),
-]
-
-
-@pytest.mark.parametrize("options,name", ASKED)
-def test_the_limit_of_a_served_file(
-    mixed_file: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], name: str | None
-) -> None:
-    """The limit follows from what the engine computes with: the file's blocks, unless something else is asked for."""
-    ceiling = Ceiling("here", 1e9, {"float32": 1e12, "int8": 1e13}, "test")
-    monkeypatch.setattr("nanoinfer.roofline.measure.find_device", lambda *args: ceiling)
-    llm = LLM(str(mixed_file[0]), **{"engine": "native", **options})
-    config, own = find_model(str(mixed_file[0]))
-    fmt = own if name is None else FORMATS[name]
-    assert fmt is not None
-    assert max_tokens_per_sec(llm.model) == 1 / predict(decode(config, fmt), ceiling, fmt, 1, 24).seconds

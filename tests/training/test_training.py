@@ -122,10 +122,8 @@ def test_the_best_model_is_kept_not_the_last(config: TrainConfig) -> None:
 
 def test_saved_dtype(config: TrainConfig) -> None:
     run(replace(config, save_dtype="float16", max_steps=1))
-    half = len(weights(config))
+    assert {tensor.dtype for tensor in load_file(Path(config.out) / "model.safetensors").values()} == {torch.float16}
     assert LLM(config.out).generate("the", SamplingParams(max_tokens=2))
-    run(replace(config, out=config.out + "32", max_steps=1))
-    assert len(weights(replace(config, out=config.out + "32"))) > 1.9 * half
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
