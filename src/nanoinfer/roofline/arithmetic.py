@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 
 from nanoinfer.config import ModelConfig
@@ -162,7 +161,7 @@ class StepCost:
         read = self.model.bytes
         return read(0, 0) + sum(term.num_bytes * term.count for term in read.chosen)
 
-    @cached_property
+    @property
     def model(self) -> Cost:
         """Cost of the whole model."""
         total = self.head

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import StepCost, decode, prefill
+from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, prefill
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
 from nanoinfer.utils.checks import require_int
@@ -62,7 +62,11 @@ def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int)
     `cost` is from `arithmetic`, for weights in the format `fmt`, which determines the dtype of the arithmetic. Raises
     NanoinferError if the device has no throughput for it.
     """
-    flops, num_bytes = cost.model.flops(B, N), cost.model.bytes(B, N)
+    return _predict(cost.model, ceiling, fmt, B, N)
+
+
+def _predict(cost: Cost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int) -> Prediction:
+    flops, num_bytes = cost.flops(B, N), cost.bytes(B, N)
     return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
 
 
@@ -132,7 +136,8 @@ def generation(setting: Setting, num_new: int) -> Generation:
     first = prompt_length(setting.N, num_new)
 
     def seconds(cost: StepCost, start: int) -> list[float]:
-        return [predict(cost, setting.ceiling, setting.fmt, setting.B, n).seconds for n in range(start, setting.N + 1)]
+        model, lengths = cost.model, range(start, setting.N + 1)
+        return [_predict(model, setting.ceiling, setting.fmt, setting.B, n).seconds for n in lengths]
 
     naive = seconds(setting.prefill, first)
     return Generation(first, num_new, naive[0] + sum(seconds(setting.decode, first + 1)), sum(naive))
