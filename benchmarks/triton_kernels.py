@@ -42,7 +42,7 @@ from nanoinfer.kernels.triton import attention as attentions
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton import tiles as triton_tiles
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.epilogue import GELU_TANH, Epilogue, Pages
+from nanoinfer.kernels.triton.epilogue import GELU_TANH, Epilogue, Places
 from nanoinfer.kernels.triton.quantize import dense, dequantize, pack_int4, pack_int8
 from nanoinfer.kernels.triton.rows import Norm
 from nanoinfer.models.presets import PRESETS
@@ -202,9 +202,9 @@ def product_row(kind: str, name: str, config: ModelConfig, rows: int, device: st
     out = torch.empty(
         rows, n if kind != "qkv" else C, device=device, dtype=torch.float32 if projects or kind == "head" else dtype
     )
-    pages = Pages(
+    places = Places(
         *(randn(rows, H, 8, C // H, dtype=dtype) for _ in range(2)),
-        torch.arange(rows, device=device)[:, None], torch.zeros(rows, 1, dtype=torch.int64, device=device),
+        torch.arange(rows, device=device), torch.zeros(rows, 1, dtype=torch.int64, device=device),
     )  # fmt: skip
 
     def one_of_a_layer(first: bool) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def product_row(kind: str, name: str, config: ModelConfig, rows: int, device: st
         weight = packed if first else replace(packed, **fields)
         norm = Norm(1 + 0.1 * randn(k, dtype=dtype), randn(k, dtype=dtype), 1e-5) if normed else None
         bias = randn(n, dtype=dtype) if kind != "head" else None
-        gelu, store = GELU_TANH if kind == "mlp_fc" else 0, pages if kind == "qkv" else None
+        gelu, store = GELU_TANH if kind == "mlp_fc" else 0, places if kind == "qkv" else None
         return weight, norm, Epilogue(bias, gelu, residual=out if projects else None, store=store)
 
     layers = [one_of_a_layer(i == 0) for i in range(turns)]
@@ -242,7 +242,7 @@ def attention_row(config: ModelConfig, rows: int, new: int, device: str = "cuda"
     shape = (rows, H, context + 17, D)
     caches = [[torch.randn(shape, device=device, dtype=dtype) for _ in range(2)] for _ in range(turns)]
     pos = (torch.arange(new, device=device) + context - new).repeat(rows, 1)
-    pages = [Pages(k, v, torch.arange(rows, device=device)[:, None], pos) for k, v in caches]
+    places = [Places(k, v, torch.arange(rows, device=device), pos) for k, v in caches]
     q = torch.randn(rows * new, H * D, device=device, dtype=dtype)
     out = torch.empty_like(q)
     queries = q.view(rows, new, H, D).transpose(1, 2)
@@ -252,9 +252,9 @@ def attention_row(config: ModelConfig, rows: int, new: int, device: str = "cuda"
         k, v = (c[:, :, :context].to(kind) for c in caches[i])
         return F.scaled_dot_product_attention(queries.to(kind), k, v, attn_mask=mask if new > 1 else None)
 
-    attention(q, pages[0], context + 1, out)
+    attention(q, places[0], context + 1, out)
     check(out, reference(0, torch.float64).transpose(1, 2).reshape(out.shape), TOLERANCE)
-    ours = [partial(attention, q, page, context + 1, out) for page in pages]
+    ours = [partial(attention, q, place, context + 1, out) for place in places]
     return timed(ours, [partial(reference, i) for i in range(turns)], num_bytes, num_bytes)
 
 

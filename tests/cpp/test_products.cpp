@@ -23,7 +23,7 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
   Packed(WeightType type, const Floats& weights, std::int64_t in, const Floats& b = {})
       : Packed(type, static_cast<std::int64_t>(weights.size()) / in, in, b) {
     Floats scratch(kPanel * in);
-    pack_panels(type, {weights.data(), ValueType::f32, m.out, in, in, 1}, /*importance=*/nullptr, 0, m.panels, data.data(), scale.data(),
+    pack_panels(type, {weights.data(), ValueType::f32, m.out, in, in, 1}, 0, m.panels, data.data(), scale.data(),
                 scratch.data());
   }
   Packed(WeightType type, const std::vector<std::uint8_t>& blocks, std::int64_t out, std::int64_t in)

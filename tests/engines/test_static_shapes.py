@@ -28,7 +28,7 @@ from nanoinfer.engines.base import PENDING, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, round_up, warm_buckets
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import CudaRecorder, Graphs, _leave_pool_after_failure
+from nanoinfer.engines.graphs import CudaRecorder, Graphs
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors, run_block
 from nanoinfer.engines.transfers import StepInputs
@@ -317,26 +317,6 @@ def test_no_garbage_is_collected_while_a_recording_is_open(enabled: bool, fail_a
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
-def test_a_recording_that_fails_leaves_its_memory_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PyTorch's names for it since 2.8 and before; PyTorch raises an error if it has left the pool itself."""
-    ended: list[object] = []
-
-    def end(*arguments: object) -> None:
-        ended.append(arguments)
-        raise RuntimeError("not currently recording")
-
-    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
-    monkeypatch.setattr(torch._C, name, end, raising=False)
-    device, pool = torch.device("cuda", 3), (0, 7)
-    with _leave_pool_after_failure(device, pool):
-        pass
-    assert not ended
-    with pytest.raises(KeyboardInterrupt), _leave_pool_after_failure(device, pool):
-        raise KeyboardInterrupt
-    assert ended == [(3, pool)]
 
 
 @pytest.mark.parametrize(

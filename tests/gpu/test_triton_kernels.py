@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from nanoinfer.kernels.triton import launch, products, tiles
 from nanoinfer.kernels.triton.attention import Scores, attention
-from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.epilogue import GELU_ERF, GELU_TANH, RELU, RELU2, SILU, Epilogue, Places
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8
@@ -202,23 +202,21 @@ def test_extreme_values(rows: int, device: str) -> None:
     assert not out[1:].isnan().any()
 
 
-def test_keys_and_values_go_where_the_table_says(device: str) -> None:
-    H, D, block_len, C = 2, 8, 4, 16
-    table = torch.tensor([[3, 1, 6], [2, 5, 0]])
-    pos = torch.tensor([[2, 3, 4], [9, 10, 11]])  # row 0 crosses into its second block
-    for rows, places in ((slice(0, 2), pos), (slice(1, 2), pos[1:, :1])):
-        x, w, bias = draw(places.numel(), C), draw(3 * C, C, seed=1), draw(3 * C)
-        keys, values = torch.full((2, 7, H, block_len, D), 7.0, device=device)
-        q = torch.empty(places.numel(), C, device=device)
-        pages = Pages(keys, values, table[rows].to(device), places.to(device))
-        product(x.to(device), dense(w.to(device)), q, None, Epilogue(bias.to(device), store=pages))
+def test_keys_and_values_go_to_their_slots(device: str) -> None:
+    H, D, length, C = 2, 8, 12, 16
+    slots, pos = torch.tensor([3, 1]), torch.tensor([[2, 3, 4], [9, 10, 11]])
+    for rows, at in ((slice(0, 2), pos), (slice(1, 2), pos[1:, :1])):
+        x, w, bias = draw(at.numel(), C), draw(3 * C, C, seed=1), draw(3 * C)
+        keys, values = torch.full((2, 4, H, length, D), 7.0, device=device)
+        q = torch.empty(at.numel(), C, device=device)
+        places = Places(keys, values, slots[rows].to(device), at.to(device))
+        product(x.to(device), dense(w.to(device)), q, None, Epilogue(bias.to(device), store=places))
         expected_q, k, v = (x.double() @ w.double().T + bias).split(C, dim=1)
         torch.testing.assert_close(q.cpu().double(), expected_q, rtol=0, atol=1e-4)
-        want_k, want_v = torch.full((2, 7, H, block_len, D), 7.0)
-        for m, p in enumerate(places.flatten().tolist()):
-            block = int(table[rows][m // places.shape[1], p // block_len])
-            want_k[block, :, p % block_len] = k[m].view(H, D)
-            want_v[block, :, p % block_len] = v[m].view(H, D)
+        want_k, want_v = torch.full((2, 4, H, length, D), 7.0)
+        for m, p in enumerate(at.flatten().tolist()):
+            slot = int(slots[rows][m // at.shape[1]])
+            want_k[slot, :, p], want_v[slot, :, p] = k[m].view(H, D), v[m].view(H, D)
         torch.testing.assert_close(keys.cpu(), want_k, rtol=0, atol=1e-4)
         torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=1e-4)
 
@@ -227,7 +225,7 @@ def test_keys_and_values_have_the_same_strides() -> None:
     keys, pos = torch.zeros(1, 2, 8, 4), torch.zeros(1, 1, dtype=torch.int64)
     for k, v in ((keys, keys.transpose(1, 2)), (keys.mT, keys.mT)):
         with pytest.raises(ValueError, match=r"of the keys, .* of the values: need equal ones that end in 1"):
-            Pages(k, v, pos, pos)
+            Places(k, v, pos[0], pos)
 
 
 def test_products_refuse_what_does_not_fit() -> None:
@@ -250,8 +248,8 @@ def test_products_refuse_what_does_not_fit() -> None:
 @pytest.mark.parametrize("rotated, each", [(0, False), (6, False), (10, True)])
 def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: bool, device: str) -> None:
     """each: whether every head has angles of its own. Five heads of queries share two of keys and values."""
-    H, K, D, R, n, block_len = 5, 2, 10, 2, 3, 4
-    table, pos = torch.tensor([[3, 1, 6], [2, 5, 0]]), torch.tensor([[2, 3, 4], [9, 10, 11]])
+    H, K, D, R, n, length = 5, 2, 10, 2, 3, 12
+    slots, pos = torch.tensor([3, 1]), torch.tensor([[2, 3, 4], [9, 10, 11]])
     qkv, gain, shift = draw(R * n, (H + 2 * K) * D), draw(H + K, D, seed=1), draw(H + K, D, seed=2)
     q, k, v = (y.unflatten(1, (-1, D)).double() for y in qkv.split((H * D, K * D, K * D), 1))
     of_heads = None
@@ -270,15 +268,14 @@ def test_heads_are_normalised_rotated_and_stored(norm: str, rotated: int, each: 
         turned = torch.cat((both[..., half:rotated], both[..., :half]), -1)
         both = torch.cat((both[..., :rotated] * c + turned * s, both[..., rotated:]), -1)
         q, k = both[:, :H], both[:, H:]
-    keys, values = torch.full((2, 7, K, block_len, D), 7.0, device=device)
+    keys, values = torch.full((2, 4, K, length, D), 7.0, device=device)
     out = torch.empty(R * n, H * D, device=device)
-    pages = Pages(keys, values, table.to(device), pos.to(device))
-    store_heads(qkv.to(device), out, pages, of_heads, angles)
+    places = Places(keys, values, slots.to(device), pos.to(device))
+    store_heads(qkv.to(device), out, places, of_heads, angles)
     torch.testing.assert_close(out.cpu().double(), q.flatten(1), rtol=0, atol=2e-5)
-    want_k, want_v = torch.full((2, 7, K, block_len, D), 7.0)
+    want_k, want_v = torch.full((2, 4, K, length, D), 7.0)
     for m, p in enumerate(pos.flatten().tolist()):
-        block = int(table[m // n, p // block_len])
-        want_k[block, :, p % block_len], want_v[block, :, p % block_len] = k[m], v[m]
+        want_k[slots[m // n], :, p], want_v[slots[m // n], :, p] = k[m], v[m]
     torch.testing.assert_close(keys.cpu(), want_k, rtol=0, atol=2e-5)
     torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=0)
 
@@ -297,8 +294,8 @@ def test_heads_of_fewer_projections_and_a_norm_of_values(parts: int, device: str
         want_k[0, :, 2:5] = (F.rms_norm(k, (D,), None, 1e-2) * gain[H:]).transpose(0, 1)
         want_v[0, :, 2:5] = F.rms_norm(v, (D,), None, 1e-3).transpose(0, 1)
     out, norm = torch.empty(M, H * D, device=device), Norm(gain.to(device), None, 1e-2, rms=True)
-    pages = Pages(keys, values, torch.zeros(1, 1, dtype=torch.int64, device=device), pos.to(device))
-    store_heads(qkv.to(device), out, pages, norm, None, 1e-3)
+    places = Places(keys, values, torch.zeros(1, dtype=torch.int64, device=device), pos.to(device))
+    store_heads(qkv.to(device), out, places, norm, None, 1e-3)
     expected = (F.rms_norm(q.unflatten(1, (H, D)), (D,), None, 1e-2) * gain[:H]).flatten(1)
     for found, wanted in ((out, expected), (keys, want_k), (values, want_v)):
         torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=2e-5)
@@ -306,8 +303,8 @@ def test_heads_of_fewer_projections_and_a_norm_of_values(parts: int, device: str
 
 def test_heads_refuse_what_does_not_fit() -> None:
     keys, pos = torch.zeros(1, 2, 8, 4), torch.zeros(1, 3, dtype=torch.int64)
-    pages, qkv, out = (
-        Pages(keys, keys, torch.zeros(1, 1, dtype=torch.int64), pos),
+    places, qkv, out = (
+        Places(keys, keys, torch.zeros(1, dtype=torch.int64), pos),
         torch.zeros(3, 28),
         torch.zeros(3, 12),
     )
@@ -320,10 +317,10 @@ def test_heads_refuse_what_does_not_fit() -> None:
         (qkv, out, (torch.zeros(1, 3, 1, 6), torch.zeros(1, 3, 1, 6)), "cos of"),
     ):
         with pytest.raises(ValueError, match=r"need|contiguous") as caught:
-            store_heads(bad, o, pages, None, angles)
+            store_heads(bad, o, places, None, angles)
         assert words in str(caught.value)
     with pytest.raises(ValueError, match=re.escape("weight of (2, 4): need 5 heads of 4 values")):
-        store_heads(qkv, out, pages, Norm(torch.ones(2, 4), None, 1e-5))
+        store_heads(qkv, out, places, Norm(torch.ones(2, 4), None, 1e-5))
 
 
 # Attention -----------------------------------------------------------------------------------------------
@@ -338,28 +335,25 @@ def attend_in_float64(q: Tensor, keys: Tensor, values: Tensor, pos: int) -> Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("R, n, splits", [(1, 1, 1), (3, 1, 4), (2, 5, 1), (2, 3, 4), (1, 16, 2), (2, 70, 2)])
-@pytest.mark.parametrize("D, block_len", [(16, 150), (24, 10)], ids=["slots", "pages"])
+@pytest.mark.parametrize("D", [16, 24])
 @pytest.mark.nightly_if(lambda dtype, R, device: device == "cpu" and dtype != torch.float16 and R != 3)
 @pytest.mark.slow_if(lambda dtype, splits, device: device == "cpu" and (dtype != torch.float16 or splits != 4))
-def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, block_len: int, device: str) -> None:
+def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, device: str) -> None:
     """Rows of unequal length, the last token of each row padding where there are several; what is past them is NaN."""
-    H, context = 2, 145
-    columns = -(-150 // block_len)
-    table = torch.randperm(R * columns + 1, generator=torch.Generator().manual_seed(3))[: R * columns].view(R, columns)
-    keys, values = (torch.full((R * columns + 1, H, block_len, D), torch.nan, dtype=dtype) for _ in range(2))
+    H, context, slots = 2, 145, torch.tensor([2, 0, 3][:R])
+    keys, values = (torch.full((4, H, 150, D), torch.nan, dtype=dtype) for _ in range(2))
     starts = torch.tensor([0, 100, 37][:R]) if R > 1 else torch.tensor([120])
     pos = starts[:, None] + torch.arange(n)
     if n > 2:
         pos[:, -1] = 149
     rows_k, rows_v = draw(R, H, 150, D).to(dtype), draw(R, H, 150, D, seed=1).to(dtype)
     for r in range(R):
-        for t in range(int(pos[r][pos[r] < context].max()) + 1):
-            keys[table[r, t // block_len], :, t % block_len] = rows_k[r, :, t]
-            values[table[r, t // block_len], :, t % block_len] = rows_v[r, :, t]
+        length = int(pos[r][pos[r] < context].max()) + 1
+        keys[slots[r], :, :length], values[slots[r], :, :length] = rows_k[r, :, :length], rows_v[r, :, :length]
     q = draw(R * n, H * D, scale=2.0).to(dtype)
     out = torch.empty(R * n, H * D, device=device)
-    pages = Pages(keys.to(device), values.to(device), table.to(device), pos.to(device))
-    attention(q.to(device), pages, context, out, splits)
+    places = Places(keys.to(device), values.to(device), slots.to(device), pos.to(device))
+    attention(q.to(device), places, context, out, splits)
     for m, p in enumerate(pos.flatten().tolist()):
         y = out[m].view(H, D).cpu().double()
         if p >= context:
@@ -368,7 +362,7 @@ def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, bloc
         expected = attend_in_float64(q[m].view(H, D), rows_k[m // n], rows_v[m // n], p)
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 if n == 1 else max(1e-5, 4 * UNIT[dtype]))
     again = torch.empty_like(out)
-    attention(q.to(device), pages, context, again, splits)
+    attention(q.to(device), places, context, again, splits)
     assert torch.equal(out, again)
 
 
@@ -388,10 +382,10 @@ def test_attention_of_shared_heads_within_a_window(n: int, splits: int, scores: 
     pos = torch.tensor([[9], [300]]) + torch.arange(n)
     q = draw(R * n, H * D, scale=2.0)
     out = torch.empty(R * n, H * D, device=device)
-    slots = torch.tensor([[0], [1]], device=device)
+    slots = torch.tensor([0, 1], device=device)
     sinks = torch.full((H,), -torch.inf) if scores.sinks is None else scores.sinks
     scores = replace(scores, sinks=None if scores.sinks is None else sinks.to(device))
-    attention(q.to(device), Pages(keys.to(device), values.to(device), slots, pos.to(device)), 345, out, splits,
+    attention(q.to(device), Places(keys.to(device), values.to(device), slots, pos.to(device)), 345, out, splits,
               scores=scores)  # fmt: skip
     scale = D**-0.5 if scores.scale is None else scores.scale
     for m, p in enumerate(pos.flatten().tolist()):
@@ -409,9 +403,9 @@ def test_attention_of_wide_heads(n: int, device: str) -> None:
     """Blocks are smaller: 300 values a head take 16 keys and 16 tokens."""
     keys, values, q = draw(1, 1, 40, 300), draw(1, 1, 40, 300, seed=1), draw(n, 300)
     pos, out = torch.tensor([[17]]) + torch.arange(n), torch.empty(n, 300, device=device)
-    pages = Pages(keys.to(device), values.to(device), torch.zeros(1, 1, dtype=torch.int64, device=device),
+    places = Places(keys.to(device), values.to(device), torch.zeros(1, dtype=torch.int64, device=device),
                   pos.to(device))  # fmt: skip
-    attention(q.to(device), pages, 40, out, 2)
+    attention(q.to(device), places, 40, out, 2)
     for i, p in enumerate(pos[0].tolist()):
         expected = attend_in_float64(q[i : i + 1], keys[0], values[0], p)
         torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, rtol=0, atol=1e-5)
@@ -427,9 +421,9 @@ def test_attention_survives_scores_without_end(device: str) -> None:
     keys[0, 0, 20], keys[0, 0, 30] = 1e3, -1e3
     q, pos = torch.full((1, 16), 1e2), torch.tensor([[50]])
     out = torch.empty(1, 16, device=device)
-    pages = Pages(keys.to(device), values.to(device), torch.tensor([[0]], device=device), pos.to(device))
+    places = Places(keys.to(device), values.to(device), torch.tensor([0], device=device), pos.to(device))
     for splits in (1, 2):
-        attention(q.to(device), pages, 64, out, splits)
+        attention(q.to(device), places, 64, out, splits)
         torch.testing.assert_close(out[0].cpu(), values[0, 0, 20], rtol=0, atol=1e-6)
 
 

@@ -27,7 +27,7 @@ from nanoinfer.kernels.triton import experts as experts_module
 from nanoinfer.kernels.triton import launch
 from nanoinfer.kernels.triton import products as products_module
 from nanoinfer.kernels.triton.attention import Scores, attention
-from nanoinfer.kernels.triton.epilogue import GELU_TANH, SILU, Epilogue, Pages
+from nanoinfer.kernels.triton.epilogue import GELU_TANH, SILU, Epilogue, Places
 from nanoinfer.kernels.triton.experts import BLOCK, expert_product
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
@@ -126,21 +126,21 @@ def compile_layer(name: str, C: int, rows: int) -> None:
     x, q, h = torch.empty(rows, C), torch.empty(rows, C, dtype=dtype), torch.empty(rows, 4 * C, dtype=dtype)
     keys = torch.empty(rows, H, 1040, D, dtype=dtype)
     pos = torch.zeros(rows, 1, dtype=torch.int64)
-    pages = Pages(keys, keys, torch.zeros(rows, 1, dtype=torch.int64), pos)
+    places = Places(keys, keys, torch.zeros(rows, dtype=torch.int64), pos)
     norm = Norm(torch.empty(C, dtype=dtype), torch.empty(C, dtype=dtype), 1e-5)
     bias = torch.empty(4 * C, dtype=dtype)
     one = torch.zeros(rows, dtype=torch.int64)
     begin(pos, one, one, one, one, torch.empty(9, C, dtype=dtype), torch.empty(9, C, dtype=dtype), 1024, pos, x)
-    product(x, weight(name, 3 * C, C), q, norm, Epilogue(bias, store=pages))
-    attention(q, pages, context, q)
+    product(x, weight(name, 3 * C, C), q, norm, Epilogue(bias, store=places))
+    attention(q, places, context, q)
     product(q, weight(name, C, C), x, None, Epilogue(bias, residual=x))
     product(x, weight(name, 4 * C, C), h, norm, Epilogue(bias, activation=GELU_TANH))
     product(h, weight(name, C, 4 * C), x, None, Epilogue(bias, residual=x))
     layer_norm(x, norm, q)
     product(q, weight(name, 50257, C), torch.empty(rows, 50257))
     if rows > 1:  # one text that verifies its proposals
-        pages = Pages(keys[:1], keys[:1], pages.table[:1], pos.view(1, rows))
-        attention(q, pages, context, q)
+        places = Places(keys[:1], keys[:1], places.slots[:1], pos.view(1, rows))
+        attention(q, places, context, q)
 
 
 def compile_llama(name: str, C: int, rows: int) -> None:
@@ -150,20 +150,20 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     dtype = weight(name, 1, 64).operand
     x, q, h = torch.empty(rows, C), torch.empty(rows, C, dtype=dtype), torch.empty(rows, F, dtype=dtype)
     keys, pos = torch.empty(rows, K, 1040, D, dtype=dtype), torch.zeros(rows, 1, dtype=torch.int64)
-    pages = Pages(keys, keys, torch.zeros(rows, 1, dtype=torch.int64), pos)
+    places = Places(keys, keys, torch.zeros(rows, dtype=torch.int64), pos)
     norm = Norm(torch.empty(C, dtype=dtype), None, 1e-5, rms=True)
     one, angles = torch.zeros(rows, dtype=torch.int64), (torch.empty(rows, 1, 1, D), torch.empty(rows, 1, 1, D))
     begin(pos, one, one, one, one, torch.empty(9, C, dtype=dtype), None, 1024, pos, x, 12.5)
     qkv = torch.empty(rows, (H + 2 * K) * D, dtype=dtype)
     product(x, weight(name, (H + 2 * K) * D, C), qkv, norm)
-    store_heads(qkv, q, pages, None, angles)
-    store_heads(qkv, q, pages, Norm(torch.empty(H + K, D, dtype=dtype), None, 1e-5, rms=True), angles)
-    store_heads(torch.empty(rows, (H + K) * D, dtype=dtype), q, pages, None, angles, 1e-6)
+    store_heads(qkv, q, places, None, angles)
+    store_heads(qkv, q, places, Norm(torch.empty(H + K, D, dtype=dtype), None, 1e-5, rms=True), angles)
+    store_heads(torch.empty(rows, (H + K) * D, dtype=dtype), q, places, None, angles, 1e-6)
     for width in (128, 512):
-        wide = Pages(*[torch.empty(rows, 1, 1040, width, dtype=dtype)] * 2, pages.table, pos)
+        wide = Places(*[torch.empty(rows, 1, 1040, width, dtype=dtype)] * 2, places.slots, pos)
         attention(torch.empty(rows, 1024, dtype=dtype), wide, 1024, torch.empty(rows, 1024, dtype=dtype))
     for scores in (None, Scores(window=256), Scores(softcap=50.0), Scores(sinks=torch.empty(H, dtype=dtype))):
-        attention(q, pages, 1024, q, scores=scores)
+        attention(q, places, 1024, q, scores=scores)
     product(q, weight(name, C, C), x, None, Epilogue(residual=x, scale=0.22))
     product(x, weight(name, F, C), h, norm, Epilogue(activation=SILU))
     product(x, weight(name, F, C), h, norm, Epilogue(residual=h, gates=True))

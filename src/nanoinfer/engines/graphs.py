@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Generic, Protocol, TypeVar
 
@@ -57,7 +57,6 @@ class CudaRecorder:
         with (
             torch.cuda.device(self._device),
             torch.cuda.stream(torch.cuda.current_stream()),  # a failed recording does not restore the stream
-            _leave_pool_after_failure(self._device, self._pool),
             torch.inference_mode(False),  # a recording starts with writes to tensors that all recordings share
             torch.cuda.graph(graph, pool=self._pool, stream=_side_stream(self._device)),
             torch.inference_mode(mode),
@@ -70,23 +69,6 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()  # a recording does this too, which would hide the memory that it takes
         return torch.cuda.memory_reserved(self._device)
-
-
-@contextmanager
-def _leave_pool_after_failure(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
-    """End the allocation from a pool if a recording fails.
-
-    PyTorch before 2.12 does not if the driver refuses to end the recording (its pull request 180395). The call with
-    which every recording starts, of any engine, would then fail.
-    """
-    try:
-        yield
-    except BaseException:
-        name = "_cuda_endAllocateToPool"  # its name since PyTorch 2.8
-        end = getattr(torch._C, name if hasattr(torch._C, name) else "_cuda_endAllocateCurrentStreamToPool")
-        with suppress(RuntimeError):  # PyTorch has ended it
-            end(device.index, pool)
-        raise
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen
 from nanoinfer.engines.triton_modules import fuse
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.epilogue import Epilogue, Pages
+from nanoinfer.kernels.triton.epilogue import Epilogue, Places
 from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int8
@@ -132,10 +132,10 @@ class TritonEngine(CudaGraphEngine):
         rotations = self.model.rotations(pos, torch.float32)
         for index, layer in enumerate(self._layers):
             block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
-            pages = Pages(self._cache.k[index], self._cache.v[index], inputs.slots[:, None], pos)
+            places = Places(self._cache.k[index], self._cache.v[index], inputs.slots, pos)
             q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
-            self._project(layer, x, q, pages, rotation)
-            attention(q, pages, shape.context, y, scores=layer.scores)
+            self._project(layer, x, q, places, rotation)
+            attention(q, places, shape.context, y, scores=layer.scores)
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
             attn_proj = layer.weights["attn.c_proj"]
             self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
@@ -148,12 +148,12 @@ class TritonEngine(CudaGraphEngine):
             if block.after is not None and (scale := block.after.scale) is not None:
                 x.mul_(scale)
 
-    def _project(self, layer: Layer, x: Tensor, q: Tensor, pages: Pages, rotation: Rotation | None) -> None:
+    def _project(self, layer: Layer, x: Tensor, q: Tensor, places: Places, rotation: Rotation | None) -> None:
         """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
         weight, attn = layer.weights["attn.c_attn"], cast(Attention | SharedAttention, layer.block.attn)
         x, norm = self._input(x, layer.ln_1)
         if layer.stores:
-            product(x, weight, q, norm, Epilogue(attn.c_attn.bias, store=pages))
+            product(x, weight, q, norm, Epilogue(attn.c_attn.bias, store=places))
             return
         qkv = self._empty(len(x), weight.num_outputs)
         product(x, weight, qkv, norm, Epilogue(attn.c_attn.bias))
@@ -165,7 +165,7 @@ class TritonEngine(CudaGraphEngine):
                 part = qkv[:, start : start + width]
                 part.copy_(attn.get_submodule(name)(part))
                 start += width
-        store_heads(qkv, q, pages, layer.heads, rotation, layer.value_eps)
+        store_heads(qkv, q, places, layer.heads, rotation, layer.value_eps)
 
     def _begin_mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """Return the hidden layer of the MLP, (M, mlp_dim); of a mixture of experts, its output, (M, C)."""

@@ -10,8 +10,7 @@ long-context inference", 2023). Parts are merged in order, so the result does no
          merged relative to the largest score
 
 Token i of row r attends to the positions up to and including pos[r, i]. Its own key is in the cache already
-(`Epilogue.store`, or heads.py). A key's block is looked up in a table, so that the cache can be paged
-or in slots.
+(`Epilogue.store`, or heads.py).
 
 Several heads of queries may share one of keys and values. A window limits how far back a token attends: parts and loops
 then begin at the oldest position that a token of the program sees, rounded down to a whole turn.
@@ -26,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogue import Pages
+from .epilogue import Places
 from .launch import launch_options, wait_for_predecessor
 from .products import INTERPRETED
 from .sums import dot
@@ -75,18 +74,14 @@ def with_sink(sinks, head, largest, total, LOG2E: tl.constexpr):
 
 @triton.jit
 def load_turn(
-    keys, values, table, start, last, base, stride_block, stride_token,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Return keys and values of positions [start, start + BLOCK_T), (BLOCK_T, BLOCK_D). base: the head's offset.
+    keys, values, start, last, base, stride_token, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Return keys and values of positions [start, start + BLOCK_T), (BLOCK_T, BLOCK_D). base: of the slot and head.
 
     Positions from `last` on are not read: they may hold another sequence's values, or NaN.
     """
     t, dims = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    where = base + t.to(tl.int64) * stride_token  # one block, which base includes
-    if PAGED:
-        block = tl.load(table + t // BLOCK_LEN, mask=t < last, other=0)
-        where = base + block * stride_block + (t % BLOCK_LEN) * stride_token
+    where = base + t.to(tl.int64) * stride_token
     valid = (t < last)[:, None] & (dims < D)[None, :]
     here = where[:, None] + dims[None, :]
     return tl.load(keys + here, mask=valid, other=0.0), tl.load(values + here, mask=valid, other=0.0)
@@ -94,8 +89,8 @@ def load_turn(
 
 @triton.jit
 def attend_one(
-    query, position, keys, values, table, first, last, base, stride_block, stride_token, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+    query, position, keys, values, first, last, base, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return largest score, sum of exponentials and weighted sum of values of one query, (1, BLOCK_D).
@@ -106,9 +101,7 @@ def attend_one(
     total = tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
-        k, v = load_turn(
-            keys, values, table, start, last, base, stride_block, stride_token, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED
-        )
+        k, v = load_turn(keys, values, start, last, base, stride_token, D, BLOCK_D, BLOCK_T)
         score = capped(tl.sum(k.to(tl.float32) * query.to(tl.float32), 1) * scale, CAP)
         t = start + tl.arange(0, BLOCK_T)
         seen = t < last
@@ -129,18 +122,16 @@ def attend_one(
 
 @triton.jit
 def attend_rows(
-    query, position, keys, values, table, first, last, base, stride_block, stride_token, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    PAGED: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    query, position, keys, values, first, last, base, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Return largest scores, sums of exponentials, (BLOCK_Q,), and weighted sums of values, (BLOCK_Q, BLOCK_D)."""
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
-        k, v = load_turn(
-            keys, values, table, start, last, base, stride_block, stride_token, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED
-        )
+        k, v = load_turn(keys, values, start, last, base, stride_token, D, BLOCK_D, BLOCK_T)
         t = start + tl.arange(0, BLOCK_T)
         score = dot(query.to(k.dtype), tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_T), tl.float32), WIDEN)
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
@@ -159,11 +150,11 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_new"])
 def attention_kernel(
-    q, keys, values, table, pos, out, parts, stats, sinks, num_tokens, num_heads, num_new, context,
-    stride_table, stride_block, stride_head, stride_token, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    SHARED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, LOG2E: tl.constexpr,
+    q, keys, values, slots, pos, out, parts, stats, sinks, num_tokens, num_heads, num_new, context,
+    stride_slots, stride_slot, stride_head, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row * H + head, split, block of tokens). One head of a row's tokens attends to one part of the context.
 
@@ -177,9 +168,7 @@ def attention_kernel(
     at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
     query = tl.load(q + at, mask=inside, other=0.0)
     position = tl.load(pos + tokens, mask=queries < num_new, other=-1)
-    base = (head // SHARED * stride_head).to(tl.int64)
-    if not PAGED:
-        base += tl.load(table + row * stride_table) * stride_block
+    base = head // SHARED * stride_head + tl.load(slots + row * stride_slots) * stride_slot
     position = tl.where(position < context, position, -1)  # padding attends to nothing
     length = tl.max(position, 0).to(tl.int32) + 1
     begin = 0
@@ -191,14 +180,13 @@ def attention_kernel(
     last = tl.minimum(first + share, length)
     if BLOCK_Q == 1:
         largest, total, acc = attend_one(
-            query, tl.max(position, 0), keys, values, table + row * stride_table, first, last, base, stride_block,
-            stride_token, scale, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED, STAGES, WINDOW, CAP,
+            query, tl.max(position, 0), keys, values, first, last, base, stride_token, scale, D, BLOCK_D, BLOCK_T,
+            STAGES, WINDOW, CAP,
         )  # fmt: skip
     else:
         largest, total, acc = attend_rows(
-            query, position, keys, values, table + row * stride_table, first, last, base, stride_block, stride_token,
-            scale, D, BLOCK_D, BLOCK_LEN, BLOCK_Q, BLOCK_T, PAGED, STAGES, WIDEN,
-            WINDOW, CAP,
+            query, position, keys, values, first, last, base, stride_token, scale, D, BLOCK_D, BLOCK_Q, BLOCK_T, STAGES,
+            WIDEN, WINDOW, CAP,
         )  # fmt: skip
     if SPLITS == 1:
         if sinks is not None:
@@ -239,7 +227,7 @@ def join_parts_kernel(
 
 
 def attention(
-    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, scores: Scores | None = None
+    q: Tensor, places: Places, context: int, out: Tensor, splits: int | None = None, scores: Scores | None = None
 ) -> None:
     """Write the attention of new tokens to `out`. Their keys and values are in the cache already.
 
@@ -248,7 +236,7 @@ def attention(
     Args:
         q: (R * n, H * D) contiguous, any float type; H is a multiple of the number of heads of keys. Token i of row r
             is q[r * n + i], n >= 1.
-        pages: one layer's keys and values, and the position of each token.
+        places: one layer's keys and values, and the position of each token.
         context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
         splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
@@ -257,11 +245,11 @@ def attention(
     Raises:
         ValueError: shapes or strides do not match.
     """
-    num_rows, num_new = pages.pos.shape
-    _, num_kv_heads, block_len, D = pages.keys.shape
-    _check(q, pages, out)
+    num_rows, num_new = places.pos.shape
+    _, num_kv_heads, _, D = places.keys.shape
+    _check(q, places, out)
     num_heads, scores = q.shape[1] // D, scores or Scores()
-    bits, BLOCK_D = 8 * pages.keys.itemsize, max(16, triton.next_power_of_2(D))
+    bits, BLOCK_D = 8 * places.keys.itemsize, max(16, triton.next_power_of_2(D))
     block_t, most, num_stages = attention_blocks(BLOCK_D, bits, num_new)
     block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), most)
     blocks = triton.cdiv(num_new, block_q)
@@ -273,10 +261,10 @@ def attention(
         parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
     attention_kernel[(num_rows * num_heads, splits, blocks)](
-        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, scores.sinks, num_tokens,
-        num_heads, num_new, context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D, scores),
-        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=block_t,
-        PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=num_stages,
+        q, places.keys, places.values, places.slots, places.pos, out, parts, stats, scores.sinks, num_tokens,
+        num_heads, num_new, context, places.slots.stride(0), *places.keys.stride()[:3], score_scale(D, scores),
+        D=D, BLOCK_D=BLOCK_D, BLOCK_Q=block_q, BLOCK_T=block_t,
+        SPLITS=splits, STAGES=num_stages,
         WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, SHARED=num_heads // num_kv_heads, WINDOW=scores.window or 0,
         CAP=(scores.softcap or 0.0) * LOG2E, LOG2E=LOG2E, **options,
     )  # fmt: skip
@@ -293,9 +281,9 @@ def score_scale(head_dim: int, scores: Scores) -> float:
     return float(scale * LOG2E if scores.softcap is None else scale / scores.softcap)
 
 
-def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
+def _check(q: Tensor, places: Places, out: Tensor) -> None:
     """Raise ValueError if the shapes do not match."""
-    (num_rows, num_new), (_, num_heads, _, D) = pages.pos.shape, pages.keys.shape
+    (num_rows, num_new), (_, num_heads, _, D) = places.pos.shape, places.keys.shape
     if num_new < 1:
         raise ValueError(f"{num_new} new tokens a row: need 1 or more")
     if q.shape[-1] == 0 or q.shape[-1] % (num_heads * D):
@@ -304,5 +292,5 @@ def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
     for name, t in (("q", q), ("out", out)):
         if tuple(t.shape) != wanted or not t.is_contiguous():
             raise ValueError(f"{name} of shape {tuple(t.shape)}, strides {t.stride()}: need {wanted}, contiguous")
-    if not pages.pos.is_contiguous() or pages.table.shape[0] != num_rows:
-        raise ValueError(f"table of {pages.table.shape[0]} rows, pos of {num_rows}: need as many, pos contiguous")
+    if not places.pos.is_contiguous() or places.slots.shape[0] != num_rows:
+        raise ValueError(f"table of {places.slots.shape[0]} rows, pos of {num_rows}: need as many, pos contiguous")

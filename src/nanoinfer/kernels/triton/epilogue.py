@@ -12,19 +12,15 @@ GELU_TANH, GELU_ERF, SILU, RELU2, RELU = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
-class Pages:
-    """One layer's keys and values, and the places of a step's tokens in them.
-
-    Position j of row r is in block table[r, j // block_len], at index j % block_len. For a cache in slots, the table
-    has one column and a block is a slot.
-    """
+class Places:
+    """One layer's keys and values, and the places of a step's tokens in them."""
 
     keys: Tensor
-    """(num_blocks, H, block_len, D), the last dimension contiguous."""
+    """(num_slots, H, T, D), the last dimension contiguous."""
     values: Tensor
     """Like the keys, with the same strides, else ValueError."""
-    table: Tensor
-    """(R, columns) int64: blocks of each row."""
+    slots: Tensor
+    """(R,) int64: slot of each row."""
     pos: Tensor
     """(R, n) int64: position of each new token. Padding has a position that is never read."""
 
@@ -49,7 +45,7 @@ class Epilogue:
     """Factor of the sums and biases, before the residual is added."""
     gates: bool = False
     """Whether the result is multiplied by the residual, in place of adding it."""
-    store: Pages | None = None
+    store: Places | None = None
     """Destination of k and v if the N = 3C columns are q, k and v; q is written to the output, (M, C)."""
 
 
@@ -82,25 +78,22 @@ def load_position(pos, rows, num_rows):
 
 
 @triton.jit
-def load_place(
-    table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN: tl.constexpr
-):
+def load_place(slots, rows, position, num_rows, num_new, stride_slots, stride_slot, stride_token):
     """Return the offset in the cache of the rows' tokens, which are at these positions."""
-    block = position
-    if table is not None:
-        block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
-    return block * stride_block + (position % BLOCK_LEN) * stride_token
+    slot = position
+    if slots is not None:
+        slot = tl.load(slots + (rows // num_new) * stride_slots, mask=rows < num_rows, other=0)
+    return slot * stride_slot + position * stride_token
 
 
 @triton.jit
 def load_ends(
-    residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block, stride_token,
-    BLOCK_LEN: tl.constexpr,
-):  # fmt: skip
+    residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_token
+):
     """Return what an epilogue reads that earlier kernels wrote: the residual, and the offset of the rows' tokens."""
     position = load_position(pos, rows, num_rows)
     before = load_residual(residual, rows, outputs, num_rows, num_outputs)
-    place = load_place(table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+    place = load_place(slots, rows, position, num_rows, num_new, stride_slots, stride_slot, stride_token)
     return before, place
 
 

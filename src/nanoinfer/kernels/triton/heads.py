@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogue import Pages, load_place
+from .epilogue import Places, load_place
 from .launch import launch_options, wait_for_predecessor
 from .rows import Norm, check_contiguous, statistics
 
@@ -39,10 +39,10 @@ def value_factor(x, dims, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_new"])
 def heads_kernel(
-    out, qkv, keys, values, table, pos, cos, sin, gain, shift,
-    num_new, stride_table, stride_block, stride_head, stride_token, stride_angle, stride_angle_head, eps, value_eps,
+    out, qkv, keys, values, slots, pos, cos, sin, gain, shift,
+    num_new, stride_slots, stride_slot, stride_head, stride_token, stride_angle, stride_angle_head, eps, value_eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_LEN: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, RMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (token, head of queries, keys or values). HALF: the number of pairs that are rotated.
 
@@ -74,7 +74,7 @@ def heads_kernel(
     else:
         position = tl.load(pos + token)
         end = token + 1
-        place = load_place(table, token, position, end, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+        place = load_place(slots, token, position, end, num_new, stride_slots, stride_slot, stride_token)
         kept = y.to(keys.dtype.element_ty)
         if head < H + K:
             tl.store(keys + place + (head - H) * stride_head + dims, kept, mask=dims < D)
@@ -83,7 +83,7 @@ def heads_kernel(
 
 
 def store_heads(
-    qkv: Tensor, out: Tensor, pages: Pages, norm: Norm | None = None, angles: tuple[Tensor, Tensor] | None = None,
+    qkv: Tensor, out: Tensor, places: Places, norm: Norm | None = None, angles: tuple[Tensor, Tensor] | None = None,
     value_eps: float | None = None,
 ) -> None:  # fmt: skip
     """Write normalised and rotated queries to `out`, such keys and the values to their places in the cache.
@@ -93,7 +93,7 @@ def store_heads(
             values, (M, (H + K) * D), the keys before norm and rotation are stored as values; queries alone,
             (M, H * D), store nothing.
         out: (M, H * D) contiguous.
-        pages: keys and values of K heads.
+        places: keys and values of K heads.
         norm: of each head; weight and bias are (H + K, D) contiguous, of queries and then of keys, or (H, D) where qkv
             has queries alone. None: no norm.
         angles: cosine and sine, (R, n, 1 or H + K, dim) float32 contiguous, as in models/layers.py. None: no rotation.
@@ -102,12 +102,12 @@ def store_heads(
     Raises:
         ValueError: shapes or strides do not match.
     """
-    num_new, (_, K, block_len, D) = pages.pos.shape[-1], pages.keys.shape
+    num_new, (_, K, _, D) = places.pos.shape[-1], places.keys.shape
     (M, width), H = qkv.shape, out.shape[1] // D
-    check_contiguous(qkv=qkv, out=out, pos=pages.pos)
-    if width not in (H * D, (H + K) * D, (H + 2 * K) * D) or out.shape != (M, H * D) or pages.pos.numel() != M:
+    check_contiguous(qkv=qkv, out=out, pos=places.pos)
+    if width not in (H * D, (H + K) * D, (H + 2 * K) * D) or out.shape != (M, H * D) or places.pos.numel() != M:
         raise ValueError(
-            f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {pages.pos.numel()} positions: need"
+            f"qkv of shape {tuple(qkv.shape)}, out of {tuple(out.shape)}, {places.pos.numel()} positions: need"
             f" H, H + {K} or H + 2 * {K} times {D} columns, H * {D} columns, and as many rows as positions"
         )
     if norm is not None:
@@ -123,8 +123,8 @@ def store_heads(
             raise ValueError(f"cos of {tuple(cos.shape)}, sin of {tuple(sin.shape)}: need {M} x (1 or {H + K}) x dim")
         strides = heads * rotated, 0 if heads == 1 else rotated
     heads_kernel[(M, H if width == H * D else H + 2 * K)](
-        out, qkv, pages.keys, pages.values, pages.table, pages.pos, cos, sin, norm and norm.weight, norm and norm.bias,
-        num_new, pages.table.stride(0), *pages.keys.stride()[:3], *strides, norm.eps if norm else 0.0,
-        value_eps, H=H, K=K, HEADS=width // D, D=D, BLOCK_D=triton.next_power_of_2(D), HALF=rotated // 2,
-        BLOCK_LEN=block_len, RMS=norm is not None and norm.rms, num_warps=1, **launch_options(qkv.device),
+        out, qkv, places.keys, places.values, places.slots, places.pos, cos, sin, norm and norm.weight,
+        norm and norm.bias, num_new, places.slots.stride(0), *places.keys.stride()[:3], *strides,
+        norm.eps if norm else 0.0, value_eps, H=H, K=K, HEADS=width // D, D=D, BLOCK_D=triton.next_power_of_2(D),
+        HALF=rotated // 2, RMS=norm is not None and norm.rms, num_warps=1, **launch_options(qkv.device),
     )  # fmt: skip

@@ -48,10 +48,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def product_kernel(
-    out, x, w, scale, zero, gain, shift, bias, residual, keys, values, table, pos,
-    num_outputs, stride_block, stride_head, stride_token, eps,
+    out, x, w, scale, zero, gain, shift, bias, residual, keys, values, slots, pos,
+    num_outputs, stride_slot, stride_head, stride_token, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATES: tl.constexpr, SCALE: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tile). One row: each program computes one tile's columns. BLOCK: a power of two >= K."""
@@ -77,7 +77,7 @@ def product_kernel(
         scales = tl.load(scale + columns)
     added = load_bias(bias, outputs, num_outputs)
 
-    # 2. What earlier kernels wrote. The position is loaded first, because the table's entry depends on it.
+    # 2. What earlier kernels wrote. The position is loaded first, because the place depends on it.
     wait_for_predecessor(PDL)
     row = tl.arange(0, 1)
     position = load_position(pos, row, 1)
@@ -88,7 +88,7 @@ def product_kernel(
     mean, rstd = 0.0, 0.0
     if gain is not None:
         _, mean, rstd = statistics(x, tl.arange(0, BLOCK), eps, K, RMS)
-    token = load_place(table, row, position, 1, 1, 0, stride_block, stride_token, BLOCK_LEN)
+    token = load_place(slots, row, position, 1, 1, 0, stride_slot, stride_token)
 
     # 3. The sums.
     a = normalise(a, factor, offset, mean, rstd, gain is not None)
@@ -109,10 +109,10 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_new"])
 def product_rows_kernel(
-    out, x, w, scale, zero, bias, residual, keys, values, table, pos, parts,
-    num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
+    out, x, w, scale, zero, bias, residual, keys, values, slots, pos, parts,
+    num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_head, stride_token,
     K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr,
-    OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPERAND: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs.
@@ -131,9 +131,8 @@ def product_rows_kernel(
     EARLY: tl.constexpr = BLOCK_M == 16  # of more rows, it would take the registers of the sums
     if SPLITS == 1 and EARLY:
         before, token = load_ends(
-            residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block,
-            stride_token, BLOCK_LEN,
-        )  # fmt: skip
+            residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_token
+        )
     if GROUP == 0:
         first = split * (TURNS * BLOCK_K)
         acc = sum_rows(
@@ -151,9 +150,18 @@ def product_rows_kernel(
     if SPLITS == 1:
         if not EARLY:
             before, token = load_ends(
-                residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block,
-                stride_token, BLOCK_LEN,
-            )  # fmt: skip
+                residual,
+                pos,
+                slots,
+                rows,
+                outputs,
+                num_rows,
+                num_outputs,
+                num_new,
+                stride_slots,
+                stride_slot,
+                stride_token,
+            )
         finish(
             acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, ACTIVATION,
             GATES, SCALE, D,
@@ -166,9 +174,9 @@ def product_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_new"])
 def add_parts_kernel(
-    out, parts, bias, residual, keys, values, table, pos,
-    num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
-    ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr,
+    out, parts, bias, residual, keys, values, slots, pos,
+    num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_head, stride_token,
+    ACTIVATION: tl.constexpr, GATES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (block of rows, tile). Add the parts of one tile of a block in order, then apply the epilogue."""
@@ -178,9 +186,8 @@ def add_parts_kernel(
     added = load_bias(bias, outputs, num_outputs)
     wait_for_predecessor(PDL)
     before, token = load_ends(
-        residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block, stride_token,
-        BLOCK_LEN,
-    )  # fmt: skip
+        residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_token
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
@@ -216,11 +223,10 @@ def product(
     tile = tile or product_tile(n, k, rows, weight.bits, multiprocessors(x.device), 8 * weight.operand.itemsize)
     data = weight.data.view(torch.int32) if weight.group else weight.data  # 4 bytes of codes at a time
     s = e.store
-    cache = (s.keys, s.values, s.table, s.pos) if s else (None, None, None, None)
+    cache = (s.keys, s.values, s.slots, s.pos) if s else (None, None, None, None)
     strides = s.keys.stride()[:3] if s else (0, 0, 0)
-    options = launch_options(x.device)
     shape = {"ACTIVATION": e.activation, "GATES": e.gates, "SCALE": e.scale}
-    shape |= {"BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
+    shape |= {"D": s.keys.shape[3] if s else 1, **launch_options(x.device)}
     sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
     if rows == 1:
         if tile.num_splits > 1:
@@ -236,7 +242,7 @@ def product(
         layer_norm(x, norm, normed)
         x = normed
     parts = torch.empty(tile.num_splits, rows, n, device=x.device) if tile.num_splits > 1 else None
-    numbers = (rows, n, s.pos.shape[-1] if s else 1, s.table.stride(0) if s else 0, *strides)
+    numbers = (rows, n, s.pos.shape[-1] if s else 1, s.slots.stride(0) if s else 0, *strides)
     row_blocks = triton.cdiv(rows, tile.block_m)
     product_rows_kernel[(row_blocks, triton.cdiv(n, tile.block_n), tile.num_splits)](
         out, x, data, weight.scale, weight.zero, e.bias, e.residual, *cache, parts, *numbers,
@@ -264,6 +270,6 @@ def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:
     if e.store is not None:
         s = e.store
         if s.pos.numel() != rows:
-            raise ValueError(f"pages: {s.pos.numel()} positions: need {rows}, one a row of x")
+            raise ValueError(f"places: {s.pos.numel()} positions: need {rows}, one a row of x")
         if n != 3 * s.keys.shape[1] * s.keys.shape[3]:
             raise ValueError(f"weight of {n} outputs: keys of {tuple(s.keys.shape)} need 3 * H * D")
