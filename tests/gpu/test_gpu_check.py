@@ -32,7 +32,7 @@ FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # as when it is run as a script: its parts lie beside it
 
 import gpu_check  # noqa: E402
-from gpu_rows import Rows, is_broken, run_command, run_until_done  # noqa: E402
+from gpu_rows import Rows, run_command, run_until_done  # noqa: E402
 from gpu_targets import GPU_SMALL, judge  # noqa: E402
 
 FIGURES = summarize([RunTimes(4, [[0.1, 0.2, 0.3]])])
@@ -79,42 +79,6 @@ def test_targets_by_hand() -> None:
 # Rows ------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_part_are_told_apart_and_what_was_cut_off_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows, shard, other = Rows(path, "steps"), Rows(path, "tests test_a.py 0/2"), Rows(path, "step")
-    for name, found in (("good", {"usec": 1.5}), ("bad", {"error": "wrong"}), ("open", None)):
-        rows.append(case=name, started=True)
-        if found is not None:
-            rows.append(case=name, **found)
-    with path.open("a") as file:
-        file.write('\n{"by": "steps", "case": "cut o')
-    shard.append(case="test_a.py::test_one", seconds=1.0)
-    shard.append(done=True)
-    assert {case: found.get("error") for case, found in rows.results().items()} == {"good": None, "bad": "wrong"}
-    assert (rows.started(), rows.is_done, shard.is_done) == (["open"], False, True)
-    assert list(Rows(path, "tests").results()) == ["test_a.py::test_one"]
-    assert not other.read()
-    rows.append(done=True)
-    rows.forget_failures()
-    assert (list(rows.results()), rows.started(), rows.is_done, shard.is_done) == (["good"], [], False, True)
-
-
-@pytest.mark.parametrize(
-    "error, broken",
-    [
-        ("AcceleratorError: CUDA error: an illegal memory access was encountered", True),
-        ("RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", True),
-        ("RuntimeError: Triton Error [CUDA]: unspecified launch failure", True),
-        ("ValueError: misaligned address", True),
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
-        ("OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448.", False),
-        (None, False),
-    ],
-)
-def test_a_broken_context_is_recognised(error: str | None, broken: bool) -> None:
-    assert is_broken(error) == broken
-
-
 CASES = """
 import os
 from pathlib import Path
@@ -131,24 +95,6 @@ def case(name):
 
 measure({name: lambda name=name: case(name) for name in "abcd"}, parser("", "part").parse_args())
 """
-
-
-def test_what_follows_a_broken_context_or_a_crash_runs_in_a_new_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpu_rows.ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{FOLDER}:{FOLDER.parent / 'src'}")
-    rows = Rows(tmp_path / "rows.jsonl", "part")
-    command = [sys.executable, "-c", CASES, "--output", str(rows.path)]
-    assert run_until_done(command, rows, math.inf) is None
-    errors = {case: found.get("error") for case, found in rows.results().items()}
-    assert errors == {
-        "a": None,
-        "b": "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered",
-        "c": "it ended its process, exit code 7: it printed nothing",
-        "d": None,
-    }
-    assert (tmp_path / "log").read_text() == "abcd"
 
 
 @pytest.mark.slow
@@ -309,29 +255,6 @@ def test_all_parts_are_continued_and_the_goals_are_judged(commands: list[list[st
     assert code == 0, summary
     assert "quick=True, retry=False, resume=Path(" in commands[0][2]
     assert len(commands) == 1  # what is done is not run
-
-
-def test_each_part_has_its_share_of_the_time(
-    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, given = 1000.0, []
-
-    def part(args: Any, name: str, deadline: float) -> None:
-        nonlocal now
-        given.append((name, round((deadline - now) / 60, 2)))
-        now += 60 * used.get(name, 0.0)
-
-    monkeypatch.setattr(gpu_check, "run_part", part)
-    monkeypatch.setattr(gpu_check, "START", 990.0)  # imports have taken 10 seconds, ends and summary take 10 more
-    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now)
-    used = {"tests": 5.0, "steps": 1.0, "quick": 1.5}
-    check(tmp_path, "--minutes", 8.5)
-    assert given[:4] == [("tests", 5.0), ("steps", 3.0), ("quick", 2.17), ("sampler", 0.67)]
-    given.clear()
-    now, used = 1000.0, {"tests": 1.0, "sampler": 1.0}
-    parts = "--only", "tests", "--only", "sampler", "--only", "full"
-    check(tmp_path, "--minutes", 8.5, "--continue", tmp_path / "out", *parts)
-    assert given == [("tests", 5.0), ("sampler", 2.5), ("full", 6.17)]
 
 
 def test_what_is_missing_is_said_first(

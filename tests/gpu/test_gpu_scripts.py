@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +18,6 @@ from helpers.recorded import FakeRecorder
 pytest.importorskip("triton", reason="triton is not installed")
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as when they are run as scripts
 
-import gpu_rows
 import triton_kernels
 import triton_sampler
 
@@ -72,23 +68,6 @@ def test_a_wrong_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_kernels.step_row(SMALL, "cuda_graph", None, "cpu", 2)
 
 
-@pytest.mark.parametrize("variant", ["as chosen", "without PDL", "attention not split", "2 stages", "block_n x 0.5"])
-def test_a_variant_changes_the_tiles_of_its_step_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = triton_kernels.products.product_tile(64, 64, 1, 16, 132)
-    seen: list[Any] = []
-
-    def step(*args: Any) -> dict[str, Any]:
-        seen.append(triton_kernels.products.product_tile(64, 64, 1, 16, 132))
-        return {}
-
-    monkeypatch.setattr(triton_kernels, "step_row", step)
-    monkeypatch.setattr(triton_kernels.triton_tiles, "USE_PDL", True, raising=False)
-    triton_kernels.variant_row(variant, SMALL, None)
-    changed = {"2 stages": {"num_stages": 2}, "block_n x 0.5": {"block_n": chosen.block_n // 2}}
-    assert seen == [replace(chosen, **changed.get(variant, {}))]
-    assert triton_kernels.products.product_tile(64, 64, 1, 16, 132) == chosen
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", triton_kernels.KINDS)
 @pytest.mark.nightly_if(lambda kind, rows: (rows == 1) != (kind == triton_kernels.KINDS[0]))
@@ -128,32 +107,3 @@ def test_samplers_are_compared_and_timed(name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(triton_sampler.sampler, "sample", lambda *_: others)
         with pytest.raises(ValueError, match="2 of 2 tokens are not the reference's: not timed"):
             triton_sampler.sampler_row(name, 2, 1, "cpu")
-
-
-@pytest.mark.slow
-def test_whole_steps_come_first_and_a_failed_check_is_a_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked: list[str] = []
-
-    def measured(kind: str, *args: Any) -> dict[str, Any]:
-        asked.append(kind)
-        if kind == "head":
-            raise ValueError("relative error 1 exceeds 0.02: not timed")
-        return {"usec": 1.5}
-
-    monkeypatch.setattr(triton_kernels, "step_row", partial(measured, "step"))
-    monkeypatch.setattr(triton_kernels, "attention_row", partial(measured, "attention"))
-    monkeypatch.setattr(triton_kernels, "product_row", measured)
-    path = tmp_path / "kernels.jsonl"
-    assert triton_kernels.main(["--output", str(path), "--models", "gpt2"]) == 1
-    assert (
-        asked
-        == ["step"] * 4 + [k for _ in range(3) for k in triton_kernels.KINDS for _ in range(3)] + ["attention"] * 3
-    )
-    results = gpu_rows.Rows(path, "kernels").results()
-    assert results["step gpt2 triton int4"]["usec"] == 1.5
-    assert results["head gpt2 int8 5 rows"]["error"] == "ValueError: relative error 1 exceeds 0.02: not timed"
-    assert json.loads(path.read_text().splitlines()[-1]) == {"by": "kernels", "done": True}
-    assert "step gpt2 triton int4: usec 1.5\n" in capsys.readouterr().out

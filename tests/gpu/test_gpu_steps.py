@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from helpers.environment import ROOT
 
@@ -15,7 +14,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_steps
 from gpu_steps import estimate
 
-from nanoinfer.kernels.triton import tiles
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.measure import DEVICES
@@ -45,13 +43,3 @@ def test_the_terms_of_gpt2(engine: str, batch: int, num_kernels: int, usec: floa
 )
 def test_what_is_not_counted_has_no_estimate(engine: str, model: str, batch: int) -> None:
     assert estimate(engine, PRESETS[model], BFLOAT16, H200, batch, 1) is None
-
-
-def test_only_quantized_weights_run_the_same_kernels_in_any_step() -> None:
-    for name, largest in gpu_steps.FUSED_TOKENS.items():
-        assert getattr(torch, name) in tiles.FUSED_TOKENS
-        assert tiles.FUSED_TOKENS[getattr(torch, name)] == largest
-        assert estimate("triton", PRESETS["gpt2"], FORMATS[name], H200, largest + 1, 1) is None
-    found = estimate("triton", PRESETS["gpt2"], FORMATS["int4"], H200, 512, 1)
-    assert found is not None
-    assert found.num_kernels == 7 * 12 + 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from nanoinfer.kernels.triton.heads import store_heads
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
-from nanoinfer.kernels.triton.tiles import Tile, attention_splits, even_outputs, product_tile, square_blocks
+from nanoinfer.kernels.triton.tiles import Tile, attention_splits, product_tile, square_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of what is large: meant
 
@@ -476,23 +475,6 @@ def test_tiles_of_many_rows_fit_the_shared_memory_and_fill_the_multiprocessors()
     assert square_blocks(4096, 6400, (128, 128), 132) == (128, 128)
     assert square_blocks(4096, 6400, (64, 64), 132) == (64, 64)
     assert product_tile(768, 3072, 200, 16, 132).block_m == 64
-
-
-@pytest.mark.parametrize(
-    "n, block_n, outputs, share",
-    [  # of GPT-2 124M, then of XL. With the largest block_n they were 0.55, 0.73, 0.73; 0.76 for all three; 0.99
-        (2304, 4, 4, 0.87), (3072, 8, 8, 0.97), (768, 4, 4, 0.73),
-        (4800, 8, 8, 0.91), (6400, 8, 7, 0.99), (1600, 8, 7, 0.87),
-        (50257, 16, 16, 0.99),
-    ],
-)  # fmt: skip
-def test_one_rows_outputs_are_spread_evenly_over_132_multiprocessors(
-    n: int, block_n: int, outputs: int, share: float
-) -> None:
-    """share: what a multiprocessor has on average, of what the busiest has."""
-    assert even_outputs(n, (16, 8, 4), 132) == (block_n, block_n - outputs)
-    busiest = math.ceil(math.ceil(n / outputs) / 132) * outputs
-    assert round(n / 132 / busiest, 2) == share
 
 
 @pytest.mark.parametrize("capability, found", [((8, 9), False), ((9, 0), True), ((12, 0), True)])

@@ -181,46 +181,6 @@ def test_a_decode_step_has_5_nodes_a_layer_and_4_sampling_included(
 
 @interpreted
 @pytest.mark.parametrize(
-    "quantization, rows, new, head",
-    [(None, 2, 1, "product_rows_kernel"), (None, 1, 4, "product_kernel"), ("int8", 17, 1, "product_rows_kernel")],
-    ids=["two-rows", "prompt", "more-than-16-rows"],
-)
-def test_in_steps_of_several_tokens_each_norm_is_a_node(
-    quantization: str | None, rows: int, new: int, head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head computes logits of the last token of each row."""
-    engine = make_engine(quantization, max_num_seqs=rows)
-    sampler, batch = sampler_for(engine, rows, SamplingParams()), StepBatch()
-    for i in range(rows):
-        batch.add(engine.open(), prompt(new, i))
-    with counted(engine, monkeypatch) as nodes:
-        engine.step(batch, sampler.sample_slots, list(range(rows)))
-    assert nodes == ["begin_kernel", *ROWS, "norm_kernel", head, "weigh", "sample"]
-    assert len(nodes) == 7 * L + 5
-    assert NUM_KERNELS["triton, several sequences", "gpt2"] == (7, 5)
-
-
-@interpreted
-@pytest.mark.parametrize("family, qk_norm", [("llama", "none"), ("qwen3", "head")])
-def test_a_step_of_llamas_kind_has_7_nodes_a_layer_and_9_of_several_sequences(
-    family: str, qk_norm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seven operations of PyTorch make the cosines and sines of a step."""
-    engine = make_engine(model=replace(LLAMA, qk_norm=qk_norm))
-    sampler, handles = sampler_for(engine, 2, SamplingParams()), [engine.open(), engine.open()]
-    engine.step(StepBatch(handles, prompt(6), [2, 4], [1, 1]), sampler.sample_slots, [0, 1])
-    for rows, key, layer, others in ((1, "triton", 7, 4), (2, "triton, several sequences", 9, 5)):
-        with counted(engine, monkeypatch) as nodes:
-            batch = StepBatch(handles[:rows], [PENDING] * rows, [1] * rows, [1] * rows)
-            engine.step(batch, sampler.sample_slots, list(range(rows)))
-        angles = [name for name in nodes if name.startswith("aten")]
-        assert len(angles) == 7, angles
-        assert len(nodes) == layer * L + others + len(angles)
-        assert NUM_KERNELS[key, family] == (layer, others + len(angles))
-
-
-@interpreted
-@pytest.mark.parametrize(
     "new, quantization, num_products",
     [(16, None, 4 * L + 1), (17, None, 0), (17, "int4", 4 * L)],  # the logits of up to 16 tokens are computed, too
 )

@@ -14,7 +14,6 @@ from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -145,39 +144,6 @@ def test_neutral_settings_leave_a_row_bit_identical(logits: Floats) -> None:
         filters.presence_frequency_penalty(logits, everything * 3.0, zero, zero),
     ):
         assert result.tobytes() == logits.tobytes()
-
-
-@SETTINGS
-@given(
-    st.integers(0, 2**32),
-    st.integers(2, 60),
-    st.floats(0.1, 5),
-    st.floats(0.1, 3),
-    st.integers(1, 70),
-    st.floats(0.05, 0.99),
-    st.floats(0.001, 0.9),
-)
-def test_the_documented_order_of_all_is_transformers(
-    seed: int, V: int, penalty: float, temperature: float, k: int, p: float, min_p: float
-) -> None:
-    """Penalty, temperature, top-k, top-p, min-p: the order in which transformers' generate applies them, too."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(1, V, generator=generator, dtype=torch.float64) * 3
-    ids = torch.randint(V, (1, 4), generator=generator)
-    expected = logits
-    for processor in (
-        RepetitionPenaltyLogitsProcessor(penalty),
-        TemperatureLogitsWarper(temperature),
-        TopKLogitsWarper(k),
-        TopPLogitsWarper(p),
-        MinPLogitsWarper(min_p),
-    ):
-        expected = processor(ids, expected)
-    seen = torch.zeros(1, V, dtype=torch.bool).scatter(1, ids, True).numpy()
-    ours = filters.repetition_penalty(logits.numpy(), seen, column([penalty])) / temperature
-    ours = filters.top_k(ours, np.array([k]))
-    ours = filters.min_p(filters.top_p(ours, column([p])), column([min_p]))
-    np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-12, atol=0)
 
 
 def test_ties_and_excluded_tokens_by_hand() -> None:

@@ -29,26 +29,6 @@ def draw(logits: Seq[float], row: Sequence) -> int:
 # The inverse transform ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "weights, u, token",
-    [
-        ([1, 2, 1], 0.0, 0),
-        ([1, 2, 1], 0.25 - 2**-54, 0),
-        ([1, 2, 1], 0.25, 1),  # the running sum must exceed u times the sum
-        ([1, 2, 1], 0.75 - 2**-53, 1),
-        ([1, 2, 1], 0.75, 2),
-        ([1, 2, 1], LAST, 2),
-        ([0, 0, 3, 0, 1, 0, 0], 0.0, 2),
-        ([0, 0, 3, 0, 1, 0, 0], 0.75, 4),
-        ([0, 0, 3, 0, 1, 0, 0], LAST, 4),
-        ([0.1] * 10 + [0.0], LAST, 9),  # a sum that rounds
-        ([5e-324, 1.0], 0.0, 0),
-    ],
-)
-def test_inverse_transform_by_hand(weights: list[float], u: float, token: int) -> None:
-    assert inverse_transform(np.array([weights], np.float64), np.array([[u]])).tolist() == [token]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.floats(0, 1) | st.just(0.0), max_size=30),

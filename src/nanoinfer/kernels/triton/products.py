@@ -130,9 +130,8 @@ def product_rows_kernel(
     wait_for_predecessor(PDL)
     EARLY: tl.constexpr = BLOCK_M == 16  # of more rows, it would take the registers of the sums
     if SPLITS == 1 and EARLY:
-        before, token = load_ends(
-            residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_token
-        )
+        before, token = load_ends(residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new,
+                                  stride_slots, stride_slot, stride_token)  # fmt: skip
     if GROUP == 0:
         first = split * (TURNS * BLOCK_K)
         acc = sum_rows(
@@ -185,9 +184,8 @@ def add_parts_kernel(
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     added = load_bias(bias, outputs, num_outputs)
     wait_for_predecessor(PDL)
-    before, token = load_ends(
-        residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new, stride_slots, stride_slot, stride_token
-    )
+    before, token = load_ends(residual, pos, slots, rows, outputs, num_rows, num_outputs, num_new,
+                              stride_slots, stride_slot, stride_token)  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
