@@ -115,10 +115,8 @@ def product_rows_kernel(
     OPERAND: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs.
-
-    The blocks of a tile follow one another, so that all but the first read its weights from the L2 cache.
-    """
+    """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs."""
+    # The blocks of a tile follow one another, so that all but the first read its weights from the L2 cache.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
