@@ -68,10 +68,10 @@ def to_grammar(
         return answer
     released = ReleasedTools() if released is None else released
     while True:
-        made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
+        builder = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
         named = [tool for tool in tools if choice in ("auto", "required", tool.name)] if calling else []
-        sizes = made.add_tools(named, parallel and choice in ("auto", "required"), released)
-        text = made.text(choice, answer, thinking_budget)
+        sizes = builder.add_tools(named, parallel and choice in ("auto", "required"), released)
+        text = builder.text(choice, answer, thinking_budget)
         if len(text) <= MAX_GRAMMAR_CHARS:
             return StructuredOutputsParams(grammar=text)
         why = f"the grammar of all tools has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}"
@@ -127,11 +127,11 @@ class _Answer:
         start = "" if self._in_reasoning else self._reasoning_start()
         calling = bool(self._bodies and f.trigger) and not f.has_headers
         thought = f"{start} {self._reasoning(thinking_budget, f.trigger if calling else '')} {space}"
-        made = f"{thought} {body}" if self._in_reasoning else f"({thought})? {body}"
+        grammar = f"{thought} {body}" if self._in_reasoning else f"({thought})? {body}"
         if calling and thinking_budget != 0:
             rest = "" if not free else body if self._parallel else self._plain(f.trigger)
-            made += f" | {start} {self._reasoning_with_call(thinking_budget)} {rest}"
-        return lark.text(made)
+            grammar += f" | {start} {self._reasoning_with_call(thinking_budget)} {rest}"
+        return lark.text(grammar)
 
     def _reasoning_start(self) -> str:
         """Return the marker before the reasoning, after the white space that some templates write there."""
@@ -179,7 +179,7 @@ class _Answer:
         """Return calls. Args: skipped: the beginning of the first one, which the grammar has already."""
         f, lark = self._format, self._lark
         first, end = self._one(f.calls_start, skipped), lark.literal(f.calls_end)
-        if not self._parallel or (skipped and not f.calls_start):  # more are found in the text
+        if not self._parallel or (skipped and not f.calls_start):  # more are searched in the text
             return f"{first} {end}"
         return f"{first} ({self._one(f.separator)})* {end}"
 
@@ -219,5 +219,5 @@ class _Answer:
 
 def _without(*refused: str) -> str:
     """Return a terminal's body for any text that does not contain some texts, which may be empty."""
-    found = "|".join(regex(text) for text in refused if text)
-    return f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY
+    texts = "|".join(regex(text) for text in refused if text)
+    return f"{ANY} & ~/(?s:.*)({texts})(?s:.*)/" if texts else ANY
