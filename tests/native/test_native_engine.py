@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import subprocess
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -150,63 +148,6 @@ def test_forks_share_and_then_diverge() -> None:
     for i in range(3):
         assert np.array_equal(got[i], extend(decoder, [(decoder.open(), [*text, i])])[-1])
     assert np.array_equal(extend(decoder, [(a, [9])]), extend(decoder, [(decoder.open(), [*text, 9])])[-1:])
-
-
-def test_random_calls_agree_with_a_model_of_lengths() -> None:
-    decoder, rng = make_decoder(max_num_cached_tokens=6 * BLOCK), random.Random(0)
-    texts: dict[int, list[int]] = {}
-    for _ in range(CALLS):
-        handle = rng.choice([*texts, 10**6, -1]) if texts else -1
-        text = texts.get(handle)
-        kind = rng.choice("oetfc") if len(texts) < 6 else rng.choice("etc")
-        try:
-            if kind == "o":
-                texts[decoder.open()] = []
-            elif kind == "f":
-                texts[decoder.fork(handle)] = list(text or [])
-            elif kind == "t":
-                length = rng.randrange(-1, BLOCK + 1)
-                decoder.truncate(handle, length)
-                assert text is not None
-                texts[handle] = text[:length]
-            elif kind == "c" and rng.random() < 0.3:
-                decoder.close(handle)
-                del texts[handle]
-            elif kind == "e":
-                parts = [(h, [rng.randrange(-1, V + 1) if rng.random() < 0.02 else rng.randrange(V)
-                              for _ in range(rng.randrange(9))]) for h in rng.sample([*texts], len(texts))]  # fmt: skip
-                extend(decoder, parts)
-                for h, new in parts:
-                    texts[h] += new
-        except ERRORS:
-            pass
-        assert all(decoder.length(h) == len(t) for h, t in texts.items())
-    for handle, text in texts.items():
-        decoder.truncate(handle, len(text) // 2)
-        rest = text[len(text) // 2 :] or [1]
-        del text[len(text) // 2 :]
-        fresh = make_decoder()
-        expected = extend(fresh, [(fresh.open(), text + rest)])[len(text) :]
-        assert np.array_equal(extend(decoder, [(handle, rest)]), expected)
-
-
-def test_two_python_threads_at_once() -> None:
-    decoder = make_decoder(threads=2)
-    results: dict[int, Any] = {}
-
-    def work(which: int) -> None:
-        for _ in range(20):
-            handle = decoder.open()
-            results[which] = extend(decoder, [(handle, tokens(20, which))])
-            decoder.close(handle)
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    for i in range(2):
-        assert np.array_equal(results[i], extend(decoder, [(decoder.open(), tokens(20, i))]))
 
 
 DISTANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 0.05, "int8": 0.1, "q8_0": 0.1}  # of the logits' deviation

@@ -97,24 +97,6 @@ def test_bad_values_are_refused_in_one_line(case: int) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_logits_do_not_depend_on_the_form_of_the_weights(fmt: str, dtype: str, transposed: bool) -> None:
-    """Values of 16 bits, and the views of a transposed Conv1D, give the logits of the same values as float32."""
-    converted, direct = new_decoder(weights=fmt), new_decoder(weights=fmt, threads=2)
-    for name, tensor in make_model().named_parameters():
-        stored = HostTensor(tensor.numpy(), "float32").to(dtype)
-        converted.load(name, stored.float32())
-        values = np.ascontiguousarray(stored.values.T).T if transposed else stored.values
-        direct.load(name, np.repeat(values, 2)[::2] if transposed and values.ndim == 1 else values, dtype)
-    direct.check_loaded()
-    text = tokens(20, 0)
-    expected = extend(converted, [(converted.open(), text)])
-    assert np.isfinite(expected).all()
-    assert np.array_equal(extend(direct, [(direct.open(), text)]), expected)
-
-
 def load_packed(decoder: Any, fmt: str, change: Any = lambda panels: panels) -> None:
     """Load the tiny model with its matrices packed; `change` replaces their panels."""
     for name, tensor in make_model().named_parameters():
