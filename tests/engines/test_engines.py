@@ -92,7 +92,7 @@ def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None,
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
 def test_text_stops_when_the_context_is_full(name: str) -> None:
     gpt = make_model()
     long = replace(GREEDY, max_tokens=1000)

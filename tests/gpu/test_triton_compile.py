@@ -39,9 +39,8 @@ def compiled(capability: int, formats: str, widths: str, layers: str = "gpt2") -
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.slow  # tests/gpu/test_triton_sampler.py compiles the sampler's in any run
+@pytest.mark.nightly  # the kernels of other families, below, and the sampler's are compiled daily
 @pytest.mark.parametrize("capability, formats, widths", CASES)
-@pytest.mark.nightly_if(lambda capability, widths: (capability, widths) != (90, "768"))
 def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) -> None:
     kernels = compiled(capability, formats, widths)
     assert {k["kernel"] for k in kernels} >= {f"{name}_kernel" for name in ("product", *OTHERS)}

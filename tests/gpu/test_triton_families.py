@@ -142,6 +142,7 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(case: str, quanti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.nightly_if(lambda case: case != "llama")
 def test_greedy_tokens_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     """Three texts of other lengths in one batch, past the windows."""
     gpt = model_of(case, tmp_path)

@@ -41,11 +41,7 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
-@pytest.mark.nightly_if(
-    lambda name, kind, k, batch: (
-        name == "triton" and INTERPRETED and (kind, k, batch) != (DRAFTERS[0], 3, "unequal lengths")
-    )
-)
+@pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
 @pytest.mark.nightly_if(lambda name, k: name not in ("native", "static") and k != 3)
 @pytest.mark.slow_if(lambda name, k: k != 3 and (name != "native" or k is not None))
 @pytest.mark.slow_if(lambda name, batch: name not in ("native", "static") and batch != "unequal lengths")

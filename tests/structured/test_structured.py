@@ -211,8 +211,7 @@ def test_the_distribution_is_the_renormalised_softmax(folder: Path, draft: str |
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
-@pytest.mark.slow_if(lambda name: name == "compiled")
+@pytest.mark.nightly_if(lambda name: name == "compiled" or (name == "triton" and INTERPRETED))
 def test_every_engine_gives_the_tokens_of_recompute(folder: Path, name: str) -> None:
     pytest.importorskip("torch")
     if name == "triton" and not find_spec("triton"):

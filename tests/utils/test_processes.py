@@ -183,6 +183,7 @@ print(time.monotonic(), flush=True)
 
 @pytest.mark.parametrize("engine", ENGINES[:-1], ids=" ".join)
 @pytest.mark.slow
+@pytest.mark.nightly_if(lambda engine: engine not in (("native", "1"), ("static",)))
 def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     engine: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
