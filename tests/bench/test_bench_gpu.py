@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -482,6 +484,7 @@ def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder
 def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
     monkeypatch.setattr(worker, "GPU_ANSWER_SEC", 0.01)
     with WorkerProcess(replace(ON_GPU, device="cuda:0")) as one:
+        os.kill(one._process.pid, signal.SIGSTOP)  # it answers nothing, however slow this machine is
         refuses(lambda: one.load(tiny_folder), "gave no answer in 0 s, and was ended")
         refuses(one.run, "its process was killed")
 

@@ -311,7 +311,7 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"graph_memory": -1}, "graph_memory=-1"),
         ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),
         ({"graph_memory": 5, "engine": "compiled", "device": "cpu"}, "graph_memory=5 is not supported"),
-        ({"sampler": "fast"}, "sampler='fast' is unknown: use auto or reference"),
+        ({"sampler": "fast"}, "sampler='fast' is unknown: use one of auto, reference"),
         ({"threads": 2, "engine": "static"}, "threads=2 is not supported"),
     ],
 )

@@ -232,7 +232,7 @@ def say(conversation: Conversation, content: str, params: SamplingParams = GREED
     return conversation.output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param("compiled", marks=pytest.mark.nightly)])
 def test_a_turn_processes_its_new_tokens_only(folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, fresh = (LLM(str(folder), engine=engine, max_num_seqs=2) for _ in range(2))
     conversation = llm.conversation("Be kind.")

@@ -75,7 +75,7 @@ def test_hidden_states_equal_those_of_transformers(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("engine", RUNGS)
-@pytest.mark.slow_if(lambda engine: engine == "compiled")
+@pytest.mark.nightly_if(lambda engine: engine == "compiled")
 def test_every_engine_embeds(engine: str, tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), engine=engine, max_num_seqs=3)
     for kind, of in (("last", lambda h: h[-1]), ("mean", lambda h: h.mean(0))):

@@ -350,7 +350,14 @@ def longrope(config: Any) -> dict[str, np.ndarray]:
     return {f"rope_factors_{name.split('_')[0]}.weight": np.array(rope[name]) for name in names}
 
 
-def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
+def by_heads(values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Return kv_b as in files since April 2025: keys (heads, rank, width), values (heads, width, rank)."""
+    heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    keys = np.ascontiguousarray(heads[:, : config.qk_nope_head_dim].swapaxes(1, 2))
+    return {"attn_k_b": keys, "attn_v_b": heads[:, config.qk_nope_head_dim :]}
+
+
+def convert(model: Any, path: Path, store: Any = as_f32, split_heads: bool = False, **extra: Any) -> Path:
     """Write a model of transformers' as a GGUF file; matrices are stored by `store`, vectors in float32."""
     tensors: dict[str, Stored] = {}
     heads: dict[str, list[np.ndarray]] = {}
@@ -379,6 +386,10 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
         if ".norms." in name:  # of each head
             heads.setdefault(name.split(".norms.")[0] + ".weight", []).append(values)
             continue
+        if split_heads and name.endswith("kv_b_proj.weight"):
+            parts = by_heads(values, model.config).items()
+            tensors |= {f"blk.{name.split('.')[2]}.{part}.weight": store(matrices) for part, matrices in parts}
+            continue
         theirs, values = tensor_of(name, values, model.config)
         if theirs.endswith("inp_shexp.weight"):
             values = values[0]
@@ -389,4 +400,8 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
         tensors[theirs] = as_f32(values)
     tensors |= {name: as_f32(values) for name, values in longrope(model.config).items()}
     extra_tensors = extra.pop("tensors", {})
+    if split_heads:
+        c = model.config
+        extra["deepseek2.attention.key_length_mla"] = c.qk_nope_head_dim + c.qk_rope_head_dim
+        extra["deepseek2.attention.value_length_mla"] = c.v_head_dim
     return write_gguf(path, metadata_of(model.config) | extra, tensors | extra_tensors)

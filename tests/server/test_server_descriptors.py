@@ -155,8 +155,8 @@ def test_clients_wait_while_no_descriptor_is_free(folder: Path) -> None:
         time.sleep(1.3)  # asyncio tries again after a second
         assert cpu_sec(pid) - spent < 0.5
         assert ask(first, "GET", "/health") == 200
-        assert len(server.lines) == 2
-        assert "no connection is accepted for the time being: Too many open files" in server.lines[1]
+        assert len(server.lines) <= 4  # asyncio's, one a second
+        assert all("out of system resource" in line for line in server.lines[1:])
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         assert [ask(connection, "GET", "/health") for connection in waiting] == [200] * 20
         for connection in (first, *waiting):
