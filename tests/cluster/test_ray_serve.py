@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -45,6 +46,32 @@ def server(folder: Path, nodes: Any) -> Iterator[ServerProcess]:
 
 def expected(model: str, prompt: str) -> str:
     return LLM(model).generate(prompt, SamplingParams(**FIELDS))[0].outputs[0].text
+
+
+@pytest.mark.parametrize("interval_sec", [0.02, 60.0])
+def test_parts_of_a_body_are_collected_in_their_order(interval_sec: float) -> None:
+    """Until the interval ends, and at the latest with the end of the body."""
+    from nanoinfer.cluster.ray_serve import _Collected
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def respond() -> None:
+        collected = _Collected(send, interval_sec)
+        await collected({"type": "http.response.start", "status": 200})
+        for i in range(6):
+            await collected({"type": "http.response.body", "body": b"%d" % i, "more_body": True})
+        while interval_sec < 1 and len(sent) < 2:
+            await asyncio.sleep(0.001)
+        await collected({"type": "http.response.body", "body": b"6", "more_body": True})
+        await collected({"type": "http.response.body", "body": b""})
+
+    asyncio.run(respond())
+    bodies = [message["body"] for message in sent[1:]]
+    assert bodies == ([b"012345", b"6", b""] if interval_sec < 1 else [b"0123456", b""])
+    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
 
 
 @pytest.mark.slow

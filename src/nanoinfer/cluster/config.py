@@ -28,8 +28,11 @@ class ClusterConfig:
     """With ray: maximum number of replicas; Ray adds and removes replicas by the number of requests."""
     target_requests: float = 32.0
     """With max_replicas: requests per replica above which Ray adds replicas."""
+    stream_interval_ms: int = 50
+    """With ray: milliseconds for which the events of a stream are collected into one message of Ray; 0: one each."""
 
     def __post_init__(self) -> None:
+        keep_int(self, "stream_interval_ms", 0, 10_000)
         keep_int(self, "replicas", 1, 1024)
         keep_int(self, "cores_per_replica", 1, optional=True)
         keep_float(self, "idle_unload", 0.0, 1e9)

@@ -6,6 +6,7 @@ removes some by the number of requests. This process deploys the applications an
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -17,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.config import LLMConfig
@@ -40,16 +41,19 @@ class Model:
     Args:
         config: of the model.
         server: of the server.
+        stream_interval_ms: see `ClusterConfig`.
         expected: the versions of the process that deploys it (`connect.versions`).
     """
 
-    def __init__(self, config: LLMConfig, server: ServerConfig, expected: dict[str, str]) -> None:
+    def __init__(
+        self, config: LLMConfig, server: ServerConfig, stream_interval_ms: int, expected: dict[str, str]
+    ) -> None:
         try:
             check_versions(expected)
             self._llm = AsyncLLM.from_config(config)
         except Exception as e:
             raise NanoinferError(f"node {node_name()}: {one_line(e)}") from None
-        self._server = server
+        self._server, self._interval_sec = server, stream_interval_ms / 1000
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application. Called by Serve."""
@@ -58,7 +62,14 @@ class Model:
         async def without_prefix(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
                 scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")), "root_path": ""}
-            await app(scope, receive, send)
+            if not self._interval_sec:
+                await app(scope, receive, send)
+                return
+            collected = _Collected(send, self._interval_sec)
+            try:
+                await app(scope, receive, collected)
+            finally:
+                collected.close()
 
         return without_prefix
 
@@ -66,6 +77,40 @@ class Model:
         """Raise if the engine has ended: Serve then replaces this replica."""
         if not self._llm.is_running:
             raise RuntimeError("the engine has ended")
+
+
+class _Collected:
+    """Sends the parts of a body that follow each other within an interval as one message: each is a call of Ray."""
+
+    def __init__(self, send: Send, interval_sec: float) -> None:
+        self._send, self._interval_sec = send, interval_sec
+        self._parts: list[bytes] = []
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        """Take a message of the application."""
+        if message["type"] == "http.response.body" and message.get("more_body"):
+            self._parts.append(message.get("body", b""))
+            self._task = self._task or asyncio.create_task(self._send_parts())
+            return
+        if self._task is not None:
+            self._ended.set()
+            await self._task
+        await self._send(message)
+
+    async def _send_parts(self) -> None:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), self._interval_sec)
+        while self._parts:
+            body, self._parts = b"".join(self._parts), []
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._task = None
+
+    def close(self) -> None:
+        """Drop what was not sent, after the client or the application has failed."""
+        if self._task is not None:
+            self._task.cancel()
 
 
 def run(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterConfig, bound: socket.socket) -> None:
@@ -115,7 +160,8 @@ def _deploy(config: LLMConfig, server: ServerConfig, cluster: ClusterConfig, pre
     deployment = serve.deployment(**deployment_options(server, cluster))(serve.ingress()(Model))
     name = _application(prefix)
     try:
-        serve.run(deployment.bind(config, server, versions()), name=name, route_prefix=prefix)
+        bound = deployment.bind(config, server, cluster.stream_interval_ms, versions())
+        serve.run(bound, name=name, route_prefix=prefix)
     except RuntimeError as e:
         status = serve.status().applications.get(name)
         messages = [d.message for d in status.deployments.values() if d.message] if status is not None else []
