@@ -74,6 +74,10 @@ def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             items[-1]["arguments"] += event["delta"]
         elif kind == "function_call_arguments.done":
             assert (event["name"], event["arguments"]) == (items[-1]["name"], items[-1]["arguments"])
+        elif kind == "custom_tool_call_input.delta":
+            items[-1]["input"] += event["delta"]
+        elif kind == "custom_tool_call_input.done":
+            assert event["input"] == items[-1]["input"]
         elif kind.endswith("_text.delta"):
             part = items[-1]["content"][event["content_index"]]
             part["text"] += event["delta"]
@@ -184,8 +188,10 @@ def test_streams_are_whole_responses(client: Client, body: dict[str, Any]) -> No
     assert len(set(ids)) == len(ids)
 
 
+PATCH = {"type": "custom", "name": "patch", "description": "Give a patch.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}}  # fmt: skip
 NOT_RUN = [{"type": "web_search", "external_web_access": True}, {"type": "local_shell"},
-           {"type": "custom", "name": "patch"}, {"type": "mcp", "server_label": "x"}]  # fmt: skip
+           {"type": "mcp", "server_label": "x"}]  # fmt: skip
 
 
 def test_what_the_server_cannot_run_is_left_out_with_one_warning(
@@ -193,9 +199,7 @@ def test_what_the_server_cannot_run_is_left_out_with_one_warning(
 ) -> None:
     """Codex declares such tools in each request, and sends the items of those that OpenAI's models have called."""
     calls = [{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
-             {"type": "local_shell_call", "call_id": "9", "action": {"type": "exec"}},
-             {"type": "custom_tool_call", "call_id": "8", "name": "patch", "input": "a"},
-             {"type": "custom_tool_call_output", "call_id": "8", "output": "b"}]  # fmt: skip
+             {"type": "local_shell_call", "call_id": "9", "action": {"type": "exec"}}]  # fmt: skip
     items = [{"role": "user", "content": "Hi"}, *calls, {"role": "user", "content": "Hi"}]
     plain = {**SAMPLED, "tools": FLAT, "enable_thinking": False}
     expected = client.post(RESPONSES, input=[items[0], items[-1]], **plain)
@@ -209,6 +213,33 @@ def test_what_the_server_cannot_run_is_left_out_with_one_warning(
     whats = [f"tools of type {tool['type']}" for tool in NOT_RUN] + [f"items of type {item['type']}" for item in calls]
     whats.append("defer_loading of tools")
     assert lines == sorted(f"/v1/responses: left out, because this server cannot run it: {w}" for w in whats)
+
+
+def test_a_custom_tool_is_a_function_of_one_string(client: Client) -> None:
+    sent = {"type": "custom", "name": "patch"}
+    body = {"input": "Hi", "tools": [*FLAT, PATCH], "enable_thinking": False, "parallel_tool_calls": False,
+            "max_output_tokens": 300, "logit_bias": {str(client.llm.tokenize('"')[-1]): 5}, "seed": 3}  # fmt: skip
+    whole = client.post(RESPONSES, **body, tool_choice=sent)
+    events = events_of(client, **body, tool_choice=sent)
+    assert put_together(events) == events[-1]["response"]["output"]
+    (call,) = whole["output"]
+    assert without_ids(events[-1]["response"]["output"]) == without_ids([call])
+    assert (call["type"], call["name"], call["status"]) == ("custom_tool_call", "patch", "completed")
+    assert call.keys() == {"id", "call_id", "status", "type", "name", "input"}
+    assert not call["input"].startswith('{"input"')
+    num_tokens = whole["usage"]["output_tokens"] - len('"}\n</tool_call><end>')
+    (cut,) = client.post(RESPONSES, **{**body, "max_output_tokens": num_tokens}, tool_choice=sent)["output"]
+    assert cut["status"] == "incomplete"
+    assert call["input"].startswith(json.loads(f'{cut["input"]}"}}')["input"])
+    answered = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": [
+        {"type": "input_text", "text": "done"}, {"type": "input_image", "image_url": "data:,"}]}  # fmt: skip
+    items = [{"role": "user", "content": "Hi"}, {**call, "input": 'a"é'}, answered]
+    request = SHAPES[RESPONSES].parse({"input": items, "tools": [PATCH]}, client.llm.requests.defaults)
+    (function,) = (tool["function"] for tool in request.template["tools"])
+    assert function["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "a\\"é"}'}
+    assert request.messages[2]["content"] == "done\n[input_image: left out, because this model reads text only]"
+    assert client.post(RESPONSES, **{**body, "input": items, "tool_choice": "none"})["output"]
 
 
 def test_a_required_call_and_the_turn_after_it(client: Client) -> None:

@@ -9,8 +9,10 @@ grows and ends, and its item and texts are in the events of its end and of the r
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +47,15 @@ _RENAMED = {
     "messages": "input",
     "prompt": "input",
 }
-_CALLS = ("function_call", "function_call_output")
+_CALLS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"],
+           "additionalProperties": False}  # fmt: skip
+"""Parameters of the function that a custom tool, whose input is any text, becomes."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text",
           "summary_text": "text", "refusal": "refusal"}  # fmt: skip
 """Types of parts with a text, and the name of the text."""
 _NOT_RUN = re.compile(r"\w+_(call|call_output|output|list_tools|approval_request|approval_response)")
-"""Types of items, but for those of `_message`, that are about tools which OpenAI's server runs, or custom ones."""
+"""Types of items, but for those of `_message`, that are about tools which OpenAI's server runs."""
 
 
 def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> GenerationRequest:
@@ -106,7 +111,7 @@ def _tools(values: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
         options["tools"] = [tool for i, item in enumerate(tools) if (tool := _tool(item, f"tools[{i}]", left_out))]
     choice: Any = options.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function" and "name" in choice:
+    if kind in ("function", "custom") and "name" in choice:
         options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(choice, dict) and kind not in ("none", "auto", "required"):
         raise FieldError(f"tool_choice={show(choice)} is not supported: use none, auto, required or {{'type':"
@@ -120,12 +125,16 @@ def _tool(item: Any, at: str, left_out: set[str]) -> dict[str, Any] | None:
     if not isinstance(kind, str):
         raise FieldError(f"{at}: {show(item)} is not supported: give a list of functions, {{'type': 'function', 'name':"
                          " ..., 'parameters': ...}", "tools")  # fmt: skip
-    if kind != "function":
+    if kind not in ("function", "custom"):
         left_out.add(f"tools of type {kind[:64]}")
         return None
     function = {k: v for k, v in item.items() if k != "type" and v not in (None, False)}
     if function.pop("defer_loading", None):
         left_out.add("defer_loading of tools")
+    if kind == "custom":
+        if function.pop("format", {"type": "text"}) != {"type": "text"}:
+            left_out.add("the format of custom tools")
+        function["parameters"] = _CUSTOM
     return {"type": "function", "function": function}
 
 
@@ -173,11 +182,14 @@ def _message(kind: Any, item: Any, at: str) -> dict[str, Any] | None:
         if not text and item.get("encrypted_content"):
             raise FieldError(f"{at}: encrypted_content cannot be read: send the item with its content", "input")
         return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
-    if kind == "function_call":
-        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", "arguments"))
+    if kind in ("function_call", "custom_tool_call"):
+        argument = "arguments" if kind == "function_call" else "input"
+        call_id, name, arguments = (_string(item, key, at) for key in ("call_id", "name", argument))
+        if argument == "input":
+            arguments = json.dumps({"input": arguments}, ensure_ascii=False)
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         call_id, content = _string(item, "call_id", at), _text(item.get("output"), f"{at}.output", is_result=True)
         return {"role": "tool", "tool_call_id": call_id, "content": content}
     raise FieldError(
@@ -248,7 +260,8 @@ def responses_body(
     """Return the body of a successful response. Args as for `response_body`."""
     (o,) = outputs[0].outputs
     end, parts = _end(o), parts_of(o)
-    items = [_item(part, request_id, end["status"] if part is parts[-1] else "completed") for part in parts]
+    custom = _custom_tools(request)
+    items = [_item(part, request_id, end["status"] if part is parts[-1] else "completed", custom) for part in parts]
     counts = _usage(usage(outputs), outputs[0].num_cached_tokens)
     return _head(request, request_id, model, created) | end | {"output": tuple(items), "usage": counts}
 
@@ -260,6 +273,7 @@ class EventWriter(StreamWriter):
         self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
     ) -> None:
         self._id, self._head = request_id, _head(request, request_id, model, created)
+        self._custom = _custom_tools(request)
         self._num_events = 0
         self._parts = Parts()
         self._items: list[dict[str, Any]] = []  # of the parts that have ended
@@ -310,16 +324,19 @@ class EventWriter(StreamWriter):
         if part.kind != "call":
             at["content_index"] = 0
         if verb == "begin":
-            item = _item(part, self._id, "in_progress")
+            item = _item(part, self._id, "in_progress", self._custom)
             yield "response.output_item.added", {"output_index": part.index, "item": item}
             if part.kind != "call":
                 yield "response.content_part.added", {**at, "part": _content(part)}
-        elif verb == "grow":
+        elif verb == "grow" and part.name not in self._custom:
             yield f"{_EVENTS[part.kind]}.delta", {**at, "delta": text, **_logprobs(part)}
-        else:
+        elif verb == "end":
             whole = {"name": part.name, "arguments": part.text} if part.kind == "call" else {"text": part.text}
-            item = _item(part, self._id, status)
-            yield f"{_EVENTS[part.kind]}.done", {**at, **whole, **_logprobs(part)}
+            item, name = _item(part, self._id, status, self._custom), _EVENTS[part.kind]
+            if part.name in self._custom:  # the text within the JSON of the arguments is known when they are whole
+                name, whole = "response.custom_tool_call_input", {"input": item["input"]}
+                yield f"{name}.delta", {**at, "delta": item["input"]}
+            yield f"{name}.done", {**at, **whole, **_logprobs(part)}
             if part.kind != "call":
                 yield "response.content_part.done", {**at, "part": item["content"][0]}
             yield "response.output_item.done", {"output_index": part.index, "item": item}
@@ -370,14 +387,27 @@ def _item_id(part: Part, request_id: str) -> str:
     return f"{_PREFIXES[part.kind]}_{request_id}_{part.index}"
 
 
-def _item(part: Part, request_id: str, status: str) -> dict[str, Any]:
-    """Return the item of a part. One that is in progress has no content yet."""
+def _custom_tools(request: GenerationRequest) -> Collection[str]:
+    """Return the names of the tools whose input is any text: to the model they are functions of one string."""
+    return [tool.get("name") for tool in request.echoed["tools"] if tool["type"] == "custom"]
+
+
+def _input(arguments: str) -> str:
+    """Return the input of a custom tool: '{"input": "a"}' -> 'a'; of a call that was cut off, the JSON as it is."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        return str(json.loads(arguments)["input"])
+    return arguments
+
+
+def _item(part: Part, request_id: str, status: str, custom: Collection[str]) -> dict[str, Any]:
+    """Return the item of a part. One that is in progress has no content yet. `custom`: names of custom tools."""
     content = () if status == "in_progress" else (_content(part),)
     item: dict[str, Any] = {"id": _item_id(part, request_id), "status": status}
     if part.kind == "call":
-        return item | {
-            "type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text
-        }  # fmt: skip
+        item |= {"call_id": part.call_id, "name": part.name}
+        if part.name in custom:
+            return item | {"type": "custom_tool_call", "input": _input(part.text)}
+        return item | {"type": "function_call", "arguments": part.text}
     if part.kind == "reasoning":
         return item | {"type": "reasoning", "summary": (), "content": content, "encrypted_content": None}
     return item | {"type": "message", "role": "assistant", "content": content}

@@ -1,28 +1,21 @@
-"""Steady decoding with steps that overlap: its tokens, and a loose bound on the host's time of a step."""
+"""Steady decoding with steps that overlap: equal steps, and what happens between two of them."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from helpers.engines import GREEDY, naive_greedy, prompt
 from helpers.models import TINY, make_limits, make_model, submit
 from helpers.overlap import TorchSampler
-from nanoinfer import SamplingParams
-from nanoinfer.checkpoints.load import load_model
-from nanoinfer.config import EngineLimits
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
-from nanoinfer.engines.buckets import Bucket
-from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
+from nanoinfer.engines.static_shapes import StaticShapeEngine
 from nanoinfer.models.transformer import Transformer
-from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 
 LONG = replace(TINY, block_size=128)
@@ -79,49 +72,3 @@ def test_other_calls_between_two_equal_steps(between: Callable[..., None]) -> No
     drawn += [engine.step(step, sampler.sample_slots, [1, 2]).read() for _ in range(4)]
     expected = [naive_greedy(gpt, p, len(drawn)) for p in prompts]
     assert [list(tokens) for tokens in zip(*drawn, strict=True)] == expected
-
-
-class StandInEngine(StaticShapeEngine):
-    """Samples token 1 and computes nothing: what is left is the host's work."""
-
-    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
-        return StepOutput(torch.empty(0), None, torch.ones(key[0].rows, dtype=torch.int64))
-
-
-class StandInSampler:
-    """Keeps no state."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-
-    def covers(self, row: SamplerRow) -> str | None:
-        return None
-
-    def assign(self, slot: int, row: SamplerRow) -> None:
-        pass
-
-    def sample_slots(self, *arguments: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
-
-@pytest.mark.parametrize("batch, streams, most_sec", [(1, False, 0.5e-3), (512, False, 8e-3), (512, True, 12e-3)])
-def test_the_host_time_of_a_step(batch: int, streams: bool, most_sec: float) -> None:
-    """About 60 us for one sequence and 3 ms for 512 (one CPU, 2026-11-28): the bounds are for a busy machine."""
-    config = replace(TINY, block_size=256)
-    engine = StandInEngine(make_model(config), EngineLimits(batch, 256, batch * 256))
-    ahead = OverlapScheduler(engine, StandInSampler(batch))  # type: ignore[arg-type]
-    tokenizer = load_model("shakespeare").tokenizer if streams else None
-    core = Core(engine, Scheduler(engine), sample, tokenizer, config.vocab_size, overlap=ahead)
-    params = SamplingParams(max_tokens=100, temperature=0, stop=["\n\nEND"] if streams else [])
-    requests = [core.make(None, [1, 2, i % config.vocab_size], params, seed=0) for i in range(batch)]
-    for request in requests if streams else []:
-        request.queue = deque()
-    core.submit(requests)
-    times = []
-    for _ in range(30):
-        start = time.thread_time()
-        deltas = core.step()
-        times.append(time.thread_time() - start)
-    assert len(deltas) == batch
-    assert [len(r.queue or ()) for r in requests] == [29 * streams] * batch  # the first step returned none
-    assert min(times[5:]) < most_sec
