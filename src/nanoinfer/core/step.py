@@ -49,6 +49,9 @@ class Observer(Protocol):
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that is entered before a call of `part` (ENGINE or SAMPLER), and exited after it."""
 
+    def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
+        """Called after sampling: the sequences that sampled, the step's logits (M, V), and the tokens of each."""
+
 
 class NoObserver:
     """The default observer; does nothing."""
@@ -58,6 +61,9 @@ class NoObserver:
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that does nothing."""
         return self._nothing
+
+    def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -129,6 +135,7 @@ class StepRunner:
             self._read_scores(step, logits)
             sampled = self._sample(step, rows, logits[:, : self._vocab_size])
         tokens = [[some[0].token_id] if len(some) == 1 else [token.token_id for token in some] for some in sampled]
+        observer.sampled(rows, logits, tokens)
         now = self._clock()
         for row, some in zip(rows, sampled, strict=True):
             request = row.sequence.request

@@ -1,14 +1,9 @@
 """Response templates: how to read a model's answers, by the description that comes with its tokenizer.
 
 tokenizer_config.json may have `response_template`, which transformers (5.13 and later) executes as `parse_response`:
-docs/chat.md lists its keys and limits. The rules are those of transformers' utils/chat_parsing (Apache License 2.0):
-where several markers match, the first counts, of those the longest, of those one that opens. A template is data from an
-untrusted file: `compile_pattern` limits the memory of its patterns, and CPU_SEC their time.
-
-What differs from transformers: a malformed call or one of an unknown tool becomes content instead of an error; a call
-that the answer ends in is left out; texts of a field that is there several times without `join` are joined by newlines;
-the part of the answer that the prompt has is not part of the message. No grammar can be made of a template: it does not
-say which white space a model writes.
+docs/chat.md lists its keys and limits, and what differs. The rules are those of transformers' utils/chat_parsing
+(Apache License 2.0): where several markers match, the first counts, of those the longest, of those one that opens. A
+template is data from an untrusted file: `compile_pattern` limits the memory of its patterns, and CPU_SEC their time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""The ladder in small files: each has the tokens of the file before it and of the engine, and stays small."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+LADDER = Path(__file__).parent
+RUNGS = sorted(path.stem for path in LADDER.glob("[0-9]*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(LADDER))
+
+
+def rung(number: int) -> ModuleType:
+    return importlib.import_module(RUNGS[number - 1])
+
+
+def test_ten_files_that_can_be_read_in_an_afternoon() -> None:
+    sizes = {path.name: len(path.read_text().splitlines()) for path in LADDER.glob("*.py") if path != Path(__file__)}
+    assert len(RUNGS) == 10
+    assert sizes["model.py"] <= 120
+    assert max(sizes.values()) <= 150
+    assert sum(sizes.values()) <= 1200
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_rung_has_the_tokens_of_the_rung_before_and_of_the_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--check"])
+    runpy.run_path(str(LADDER / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("LLM(engine=recompute)")
+
+
+def test_a_rung_prints_its_text_its_speed_and_the_limit() -> None:
+    command = [sys.executable, str(LADDER / "03_static_cache.py"), "--prompt", "O Romeo,", "--max-new-tokens", "9"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0].startswith("O Romeo,")
+    assert [line.partition(" ")[0] for line in lines[-3:]] == ["9", "limit:", "reached:"]
+
+
+def test_filters_with_and_without_a_sort_keep_the_same_tokens() -> None:
+    sampling = rung(6)
+    logits = torch.randn(50, 512, generator=torch.Generator().manual_seed(0)).double() * 3
+    for row in logits:
+        for top_k, top_p in ((50, 0.95), (0, 0.9), (5, 1.0), (1, 0.5), (0, 1e-9)):
+            expected = sampling.kept_by_sort(row, top_k, top_p)
+            assert torch.equal(sampling.kept_without_sort(row, top_k, top_p), expected), (top_k, top_p)
+
+
+@pytest.mark.parametrize("blocks", [7, 9, 12])
+def test_preempted_requests_have_the_tokens_of_the_loop(blocks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    model, encode, _ = importlib.import_module("model").load("shakespeare-draft")
+    texts = ["O Romeo, " * 6, "To be", "A" * 30, "First Citizen: " * 8, "x", "What say you, my lord? " * 3]
+    prompts = [encode(text) for text in texts]
+    expected = rung(1).generate(model, prompts, 24, [])
+    assert rung(9).generate(model, prompts, 24, [], blocks) == expected
+    assert int(capsys.readouterr().out.split()[2]) > 0  # were preempted
+
+
+def test_a_checkpoint_of_nanogpt(tmp_path: Path) -> None:
+    import pickle
+
+    load = importlib.import_module("model").load
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 3, "bias": False}
+    model = importlib.import_module("model").GPT(**shape, gelu="none")
+    torch.save(
+        {"model_args": {**shape, "dropout": 0.0}, "model": model.state_dict(prefix="_orig_mod.")}, tmp_path / "ckpt.pt"
+    )
+    (tmp_path / "meta.pkl").write_bytes(
+        pickle.dumps({"stoi": {"a": 0, "b": 1, "c": 2}, "itos": dict(enumerate("abc"))})
+    )
+    loaded, encode, decode = load(tmp_path / "ckpt.pt")
+    assert decode(encode("abca")) == "abca"
+    assert rung(2).generate(loaded, [[0, 1]], 5, []) == rung(1).generate(model.eval(), [[0, 1]], 5, [])

@@ -1,0 +1,1 @@
+"""A recording of a generation, step by step, as a page that needs no network."""
