@@ -56,10 +56,8 @@ demo: .venv/installed
 CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page)
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py tests/server/test_smollm2_agents.py
 
-# A process for each core, of one thread: the native engine and the tests of threads start more of them. And one more: the
-# tests on Ray are one group, in one process, which mostly waits.
-WORKERS := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 8 ? n : 8)))
-PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# A process for each core, of one thread: the native engine and the tests of threads start more of them.
+PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 PYTEST = $(PARALLEL) $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS) tests/published)
 
 test: .venv/installed-test

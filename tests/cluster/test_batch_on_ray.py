@@ -64,13 +64,14 @@ def test_files_give_the_bytes_of_one_machine_and_a_killed_worker_changes_nothing
     write_lines(tmp_path / "b.jsonl", 50, start=400)
     files = ("a.jsonl", "b.jsonl", "-o")
     code, err = run(tmp_path, *files, "one.jsonl", "-m", model)
-    assert (code, err.startswith("nanoinfer: error: 2 of 450 lines failed: ")) == (1, True)
+    last = err.splitlines()[-1]  # lines of progress may be before it
+    assert (code, last.startswith("nanoinfer: error: 2 of 450 lines failed: ")) == (1, True)
     driver = start(tmp_path, *files, "ray.jsonl", "-m", model, *ENGINE, address=address)
     grows(tmp_path / "ray.jsonl", 0, driver)
     for pid in workers(nodes):
         kill(pid)
     assert driver.wait(WAIT_SEC) == 1
-    assert (tmp_path / "err").read_text() == err
+    assert (tmp_path / "err").read_text().splitlines()[-1] == last
     for name in ("jsonl", "jsonl.state"):
         assert (tmp_path / f"ray.{name}").read_bytes() == (tmp_path / f"one.{name}").read_bytes()
 
