@@ -69,6 +69,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
         "bench": ["--batch", "1"],
         "serve": [tiny, "--port", "0"],
         "profile": ["Go", "--model", tiny, "--max-tokens", "2"],
+        "explain": ["Go", "--model", tiny, "-o", f"{out}.html", "--max-tokens", "2", "--device-limits", "t4"],
         "roofline": ["gpt2", "--device", "t4"],
         "train": ["--data", text, "--out", str(out / "model"), *train],
     }[command]
@@ -107,7 +108,7 @@ def test_hostile_options(
     mine = PAIRS[group::SHARED]
     mine = random.Random(group).sample(mine, min(num_pairs, len(mine)))
     for i, (command, option, value) in enumerate(mine):
-        if option in ("--engine", "--trace", "--sampler") and command == "profile":
+        if option in ("--engine", "--trace", "--sampler") and command in ("profile", "explain"):
             continue
         hostile = ["--", value] if option == "<argument>" else [f"{option}={value}"]
         arguments = [command, *base(command, folder, tmp_path / str(i)), *hostile]
