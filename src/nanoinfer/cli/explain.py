@@ -32,12 +32,12 @@ def explain(
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
-    """Write a page that shows a generation step by step: tokens, candidates, cache, limits, scheduling.
+    """Write a page that shows a generation step by step.
 
     Examples:
         nanoinfer explain "O Romeo," -o page.html
-        nanoinfer explain "To be" "To be, or not" -o page.html -n 2 --draft prompt-lookup
-        nanoinfer explain "O Romeo," "My lord" -o page.html --max-num-seqs 1 --max-num-batched-tokens 16
+        nanoinfer explain "To be" "My lord," -o page.html -n 2 --draft prompt-lookup
+        nanoinfer explain "To be" "My lord," -o page.html --max-num-seqs 1
     """
     require_writable(output.parent, output.name)
 
