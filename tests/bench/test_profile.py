@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cli import Run
 from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli import main
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
@@ -30,7 +30,6 @@ from nanoinfer.profiling.profiler import profile
 from nanoinfer.profiling.spans import PARTS, Spans
 from nanoinfer.utils.environment import waited_seconds
 
-Run = Callable[..., tuple[int, str, str]]
 HERE = [name for name, spec in ENGINES.items() if spec.unavailable() is None and "cpu" in spec.devices]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, top_k=20, seed=3)
 
@@ -38,18 +37,6 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, top_k=20, seed=3)
 @pytest.fixture
 def llm(tiny_folder: Path) -> LLM:
     return LLM(str(tiny_folder), engine="static", device="cpu", max_num_seqs=4)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "profile", *map(str, arguments)])
-        with pytest.raises(SystemExit) as e:
-            main()
-        out, err = capsys.readouterr()
-        return int(e.value.code or 0), out, err
-
-    return call
 
 
 def marks(llm: LLM) -> list[Any]:
@@ -203,11 +190,11 @@ def test_a_profile_says_that_its_threads_waited_for_cores(
     times = itertools.cycle([5.0, 5.0 + (waited or 0.0)])  # before and after each run
     monkeypatch.setattr(module, "waited_seconds", lambda: None if waited is None else next(times))
     arguments = ("Go", "-m", tiny_folder, "--engine", "static", "--device", "cpu", "--max-tokens", 6)
-    code, out, _ = run(*arguments)
+    code, out, _ = run("profile", *arguments)
     said = "threads waited 1,000.00 s for a core" in " ".join(out.split())
     assert (code, said) == (0, waited == 1e3)
     assert said == ("--threads" in out)
-    assert json.loads(run(*arguments, "--json")[1])["waited_sec"] == waited
+    assert json.loads(run("profile", *arguments, "--json")[1])["waited_sec"] == waited
 
 
 # On a GPU: the same arithmetic over what its profiler would report ------------------------------------------
@@ -296,7 +283,7 @@ def test_an_engine_that_hides_its_parts_says_so(llm: LLM) -> None:
 
 
 def test_tables_fit_80_columns(run: Run, tiny_folder: Path) -> None:
-    code, out, err = run("Go", "-m", tiny_folder, "--engine", "static", "--device", "cpu", "--max-tokens", 6)
+    code, out, err = run("profile", "Go", "-m", tiny_folder, "--engine", "static", "--device", "cpu", "--max-tokens", 6)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     words = [line.split() for line in out.splitlines()]
@@ -310,7 +297,7 @@ def test_tables_fit_80_columns(run: Run, tiny_folder: Path) -> None:
 
 def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
     sizes = ("--prompt-tokens", 4, "--max-tokens", 6)
-    code, out, _ = run("-m", tiny_folder, "--engine", "static", *sizes, "--decode-only", "--json")
+    code, out, _ = run("profile", "-m", tiny_folder, "--engine", "static", *sizes, "--decode-only", "--json")
     result = json.loads(out)
     assert code == 0
     assert (result["num_tokens"], result["decode_only"]) == (5, True)
@@ -323,7 +310,7 @@ def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (ROOT / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"^    (nanoinfer profile .*)$", page, re.M)
     (shown,) = re.findall(r"```\n(shakespeare on .*?)```", page, re.S)
-    code, out, _ = run(*shlex.split(line)[2:])
+    code, out, _ = run("profile", *shlex.split(line)[2:])
     assert code == 0
     assert out.splitlines()[0] == shown.splitlines()[0]
     for part in PARTS:
@@ -349,13 +336,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_path: Path, case: str) -> None:
-
     nobos = make_folder(tmp_path / "nobos", replace(TINY, bos_token_id=None))
     old = tmp_path / "old.json"
     old.write_text("an older trace")
     before = sorted(tmp_path.rglob("*"))
     arguments, message = BAD[case]
-    code, out, err = run(*[a.format(tiny=tiny_folder, nobos=nobos, tmp=tmp_path, old=old) for a in arguments])
+    formatted = [a.format(tiny=tiny_folder, nobos=nobos, tmp=tmp_path, old=old) for a in arguments]
+    code, out, err = run("profile", *formatted)
     assert (code, out) == (2, "")
     assert message in err
     assert err.startswith("nanoinfer: error: ")

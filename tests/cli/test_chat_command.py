@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 
 from helpers.chat import chat_folder
+from helpers.cli import Run
 from helpers.errors import check_messages
 from helpers.tools import tools_folder
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli import main
 from nanoinfer.cli.chat import _bound, messages
 from nanoinfer.cli.terminal import visible
 
@@ -36,19 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, folder: Path) -> Call:
+def call(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path, folder: Path) -> Call:
     """Run `nanoinfer chat FOLDER ARGUMENTS` with lines on standard input."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, stdin: str | bytes = "", model: str = str(folder)) -> tuple[int, str, str]:
+    def chat(*arguments: str, stdin: str | bytes = "", model: str = str(folder)) -> tuple[int, str, str]:
         raw = stdin.encode() if isinstance(stdin, str) else stdin
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "chat", model, *OPTIONS, *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
-        with pytest.raises(SystemExit) as e:
-            main()
-        return int(e.value.code or 0), *capsys.readouterr()
+        return run("chat", model, *OPTIONS, *arguments, stdin=raw)
 
-    return run
+    return chat
 
 
 def answers(folder: Path, *contents: str, system: str | None = None) -> str:

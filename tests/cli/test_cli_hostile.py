@@ -6,7 +6,6 @@ processes of their own. The nightly cases are all pairs and 200 interrupts; the 
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import re
@@ -16,14 +15,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.cli import Run
 from helpers.errors import check_messages
 from helpers.models import TINY, make_folder
-from nanoinfer.cli import app, main
+from nanoinfer.cli import app
 
 DIGITS = "9" * 5000
 VALUES = (
@@ -76,19 +77,10 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+def call(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-
-    def run(*arguments: str, stdin: bytes = b"Go") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as e:
-            main()
-        out, err = capsys.readouterr()
-        return int(e.value.code or 0), out, err
-
-    return run
+    return partial(run, stdin=b"Go")
 
 
 @pytest.mark.parametrize("num_pairs", [16, pytest.param(len(PAIRS), marks=pytest.mark.nightly)], ids=["some", "all"])

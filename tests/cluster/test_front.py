@@ -31,6 +31,10 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, 30))
 
 
+async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(3600)
+
+
 def says(text: str) -> ASGIApp:
     """Return one that says what it got."""
 
@@ -146,9 +150,6 @@ def test_a_response_that_is_not_read_waits_in_the_replica(tmp_path: Path) -> Non
 
 
 def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None:
-    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-        await asyncio.sleep(3600)
-
     async def main() -> None:
         async with front(tmp_path) as setup:
             await setup.add(0, 0, waits)
@@ -166,9 +167,6 @@ def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None
 
 def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> None:
     """The second one has ended, too, when the first is known to have; the front does not know it yet."""
-
-    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
-        await asyncio.sleep(3600)
 
     async def main() -> Response:
         async with front(tmp_path) as setup:

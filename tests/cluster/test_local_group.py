@@ -64,6 +64,13 @@ class Hosts(list[StubHost]):
         self.append(StubHost())
         return self[-1]
 
+    async def started(self) -> Group:
+        """Return the group after its first host has loaded the model."""
+        starting = asyncio.create_task(self.group.start())
+        await self.load(0)
+        await starting
+        return self.group
+
     async def load(self, number: int, error: Exception | None = None) -> None:
         """Let a host load its model, or fail."""
         await until(lambda: len(self) > number)
@@ -118,10 +125,7 @@ def test_an_error_is_not_that_of_a_request_that_left(monkeypatch: pytest.MonkeyP
 def test_a_model_is_not_unloaded_while_it_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch, idle_unload=0.01)
-        group = hosts.group
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
+        group = await hosts.started()
         reloading = asyncio.create_task(group.reload())
         await until(lambda: len(hosts) == 2)
         for _ in range(20):
@@ -142,10 +146,7 @@ def test_a_model_is_not_unloaded_while_it_is_reloaded(monkeypatch: pytest.Monkey
 def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch, idle_unload=0.05)
-        group = hosts.group
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
+        group = await hosts.started()
         reloading = asyncio.create_task(group.reload())
         await hosts.load(1, error)
         with pytest.raises(type(error), match=str(error)):
@@ -160,10 +161,7 @@ def test_a_reload_that_fails_leaves_what_there_was(monkeypatch: pytest.MonkeyPat
 def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch)
-        group = hosts.group
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
+        group = await hosts.started()
         hosts[0].running.clear()
         asking = asyncio.create_task(group.ready())
         for _ in range(10):
@@ -180,10 +178,7 @@ def test_requests_that_wait_hear_that_the_model_cannot_be_loaded_again(monkeypat
 def test_a_request_that_waits_for_a_replica_is_answered_by_a_host_of_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hosts = Hosts(monkeypatch)
-        group = hosts.group
-        starting = asyncio.create_task(group.start())
-        await hosts.load(0)
-        await starting
+        group = await hosts.started()
         reloading = asyncio.create_task(group.reload())
         await until(lambda: len(hosts) == 2)
         hosts[0].running.clear()

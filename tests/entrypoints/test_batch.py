@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +19,7 @@ import pytest
 
 from helpers.batch import run_on, runner
 from helpers.chat import chat_folder
+from helpers.cli import Run
 from helpers.terminal import Terminal
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, PoolingParams, SamplingParams
@@ -28,13 +28,11 @@ from nanoinfer.batch.lines import MAX_LINE_BYTES, LineReader
 from nanoinfer.batch.output import FileOutput, open_output
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
-from nanoinfer.cli import main
 from nanoinfer.errors import TokensExcluded
 from nanoinfer.protocols.fields import EMBEDDINGS
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 
-Run = Callable[..., tuple[int, str, str]]
 PROMPTS = ("To be", "or not", "c" * 30)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -45,16 +43,12 @@ def llm(folder: Path) -> LLM:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
     """Run `nanoinfer batch ARGUMENTS` on the tiny model in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: object, model: Path = folder, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "batch", "-m", str(model), *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as e:
-            main()
-        return int(e.value.code or 0), *capsys.readouterr()
+        return run("batch", "-m", model, *arguments, stdin=stdin)
 
     return call
 

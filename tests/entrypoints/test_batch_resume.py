@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from helpers import cli
 from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
@@ -25,7 +26,6 @@ from nanoinfer.batch import output as batch_output
 from nanoinfer.batch.lines import LineReader
 from nanoinfer.batch.output import FileOutput
 from nanoinfer.batch.run import BatchOptions, BatchRunner
-from nanoinfer.cli import main
 from nanoinfer.utils.progress import ProgressBar
 
 Run = Callable[..., tuple[int, str]]
@@ -39,15 +39,12 @@ def llm(folder: Path) -> LLM:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
+def run(run: cli.Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
     """Run `nanoinfer batch ARGUMENTS` on the tiny model in an empty folder: exit code and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: object, model: object = folder) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "batch", *map(str, arguments), "-m", str(model)])
-        with pytest.raises(SystemExit) as e:
-            main()
-        return int(e.value.code or 0), capsys.readouterr().err
+        return run("batch", *arguments, "-m", model)[::2]
 
     return call
 

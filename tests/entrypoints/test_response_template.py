@@ -19,6 +19,7 @@ from nanoinfer.checkpoints.load import load_model
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
+from nanoinfer.inputs.chat import ChatFormatter
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 
@@ -226,10 +227,11 @@ def test_a_pattern_without_end_makes_the_rest_content(
     assert read(template, ["a"])[0].content == "a"  # the next answer
 
 
-def test_empty_markers_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_markers_end(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_template, "CPU_SEC", 0.2)
     fields = {"thinking": {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}, "content": {}}
     assert read(ResponseTemplate({"start_anchor": "A", "fields": fields}), ["a", "xy"])[0].content == "axy"
-    assert "markers match the empty string again and again" in caplog.text
+    assert "it needs more than 0.2 s of CPU time" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["json", "tags", "channels"])
@@ -327,15 +329,15 @@ def test_a_model_has_the_template_of_its_folder(tmp_path: Path, caplog: pytest.L
 def test_a_template_that_cannot_be_used_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = chat_folder(tmp_path)
     model = LLM(str(folder), engine="recompute").model
-    assert response_template.of_model(model) is None
+    assert ChatFormatter(model).response_template(None) is None
     assert caplog.text == ""
-    used = response_template.of_model(replace(model, response_template=TEMPLATES["json"]))
+    used = ChatFormatter(replace(model, response_template=TEMPLATES["json"])).response_template(None)
     assert used is not None
     assert list(used.fields) == ["thinking", "tool_calls", "content"]
-    assert response_template.of_model(replace(model, response_template=["a"])) is None
+    assert ChatFormatter(replace(model, response_template=["a"])).response_template(None) is None
     assert "response_template=['a'] is not an object: answers are read by the format of the chat" in caplog.text
     deep: Any = 0
     for _ in range(5000):
         deep = [deep]
-    assert response_template.of_model(replace(model, response_template={"defaults": deep})) is None
+    assert ChatFormatter(replace(model, response_template={"defaults": deep})).response_template(None) is None
     assert "recursion" in caplog.text

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cli import Run
 from helpers.environment import ROOT
 from helpers.models import TINY, edit_config, make_model
-from nanoinfer.cli import main
 from nanoinfer.cli.measure import si
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling
@@ -26,19 +25,6 @@ from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
 PAGE = (ROOT / "docs" / "inference-math.md").read_text()
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "roofline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as e:
-            main()
-        out, err = capsys.readouterr()
-        return int(e.value.code or 0), out, err
-
-    return call
 
 
 BAD = {
@@ -68,7 +54,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_
     (broken / "config.json").write_text((tiny_folder / "config.json").read_text())
     edit_config(broken, n_head=3)
     arguments, message = BAD[case]
-    code, out, err = run(*[str(a).format(tiny=tiny_folder, broken=broken) for a in arguments])
+    code, out, err = run("roofline", *[str(a).format(tiny=tiny_folder, broken=broken) for a in arguments])
     assert (code, out) == (2, "")
     assert message in err
     assert err.startswith("nanoinfer: error: ")
@@ -77,10 +63,10 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_
 
 def test_tables_fit_80_columns_and_the_json_says_the_same(run: Run) -> None:
     flags = ("gpt2-xl", "--device", "H100", "--batch", 64)
-    code, text, err = run(*flags)
+    code, text, err = run("roofline", *flags)
     assert (code, err) == (0, "")
     assert max(map(len, text.splitlines())) <= 80
-    code, out, err = run(*flags, "--json")
+    code, out, err = run("roofline", *flags, "--json")
     r = json.loads(out)
     assert (code, err) == (0, "")
     assert (r["batch"], r["context_tokens"], r["dtype"]) == (64, 1024, "bfloat16")
@@ -95,12 +81,12 @@ def test_a_step_that_the_caches_hold_has_their_speed(run: Run, monkeypatch: pyte
     ceiling = Ceiling("here", 30e9, {"float32": 3e11, "int8": 6e12}, "test", bandwidth_by_bytes=by_bytes)
     monkeypatch.setattr("nanoinfer.roofline.report.find_device", lambda *args: ceiling)
     arguments = ("gpt2", "--dtype", "int8", "--context", 32)
-    decoding = json.loads(run(*arguments, "--json")[1])["decode"]
+    decoding = json.loads(run("roofline", *arguments, "--json")[1])["decode"]
     assert decoding["bandwidth_bytes_per_sec"] == 60e9
     assert decoding["ridge_flops_per_byte"] == 6e12 / 60e9
     assert decoding["memory_sec"] == decoding["model"]["bytes"] / 60e9
     assert decoding["tokens_per_sec"] == pytest.approx(60e9 / decoding["model"]["bytes"], rel=1e-12)
-    text = run(*arguments)[1]
+    text = run("roofline", *arguments)[1]
     assert "on here: 30 GB/s, 6 TFLOP/s in int8, ridge at 200.0 FLOP/B" in text
     assert text.count("the caches hold some of the bytes: 60 GB/s, ridge at 100.0 FLOP/B") == 2
     assert max(map(len, text.splitlines())) <= 80
@@ -108,10 +94,10 @@ def test_a_step_that_the_caches_hold_has_their_speed(run: Run, monkeypatch: pyte
 
 def test_models_are_shapes_without_weights(run: Run, tiny_folder: Path) -> None:
     (tiny_folder / "model.safetensors").unlink()  # only config.json is read
-    r = json.loads(run(tiny_folder, "--device", "t4", "--dtype", "float32", "--json")[1])
+    r = json.loads(run("roofline", tiny_folder, "--device", "t4", "--dtype", "float32", "--json")[1])
     assert r["shape"]["n_embd"] == TINY.n_embd
     assert r["decode"]["model"]["flops"] == decode(TINY, FORMATS["float32"]).model.flops(1, TINY.block_size)
-    assert json.loads(run("random:gpt2", "--device", "t4", "--json")[1])["shape"]["n_layer"] == 12
+    assert json.loads(run("roofline", "random:gpt2", "--device", "t4", "--json")[1])["shape"]["n_layer"] == 12
 
 
 def test_a_nanogpt_checkpoint_has_its_shape_inside(run: Run, tmp_path: Path) -> None:
@@ -119,7 +105,7 @@ def test_a_nanogpt_checkpoint_has_its_shape_inside(run: Run, tmp_path: Path) -> 
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
     arguments = {n: getattr(config, n) for n in names} | {"dropout": 0.0}
     torch.save({"model": make_model(config).state_dict(), "model_args": arguments}, tmp_path / "ckpt.pt")
-    r = json.loads(run(tmp_path / "ckpt.pt", "--device", "a100", "--json")[1])
+    r = json.loads(run("roofline", tmp_path / "ckpt.pt", "--device", "a100", "--json")[1])
     assert r["decode"]["model"]["bytes"] == decode(config, FORMATS["bfloat16"]).model.bytes(1, 32)
 
 
@@ -147,7 +133,7 @@ def test_the_page_shows_what_its_commands_print(run: Run, arguments: str, shown:
     def words(text: str) -> list[str]:
         return re.sub(r"[^\x00-\x7f]", " ", text).split()
 
-    code, out, _ = run(*arguments.split())
+    code, out, _ = run("roofline", *arguments.split())
     assert code == 0
     assert words(shown) == words(out)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.cli import Run
 from helpers.errors import refuses
 from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
-from nanoinfer.cli import main
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.formats import FORMATS
@@ -112,24 +111,19 @@ def test_a_file_of_floats_has_the_format_of_the_device(tmp_path: Path) -> None:
     assert answer(str(path), Question("h100"))["dtype"] == "bfloat16"
 
 
-def test_the_command_takes_a_file_and_the_formats(
-    mixed_file: tuple[Path, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*arguments: object) -> Any:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", "roofline", *map(str, arguments), "--device", "t4", "--json"])
-        with pytest.raises(SystemExit):
-            main()
-        return json.loads(capsys.readouterr().out)
+def test_the_command_takes_a_file_and_the_formats(mixed_file: tuple[Path, int], run: Run) -> None:
+    def answer_to(*arguments: object) -> Any:
+        return json.loads(run("roofline", *arguments, "--device", "t4", "--json")[1])
 
     path, num_bytes = mixed_file
-    own = run(path)
+    own = answer_to(path)
     assert (own["dtype"], own["compute_dtype"]) == ("Q4_1 + Q8_0 + Q4_0", "float16")
     assert own["memory"]["weight_bytes"] == num_bytes
     config = find_shape(str(path))
-    int8 = run(path, "--dtype", "int8")
+    int8 = answer_to(path, "--dtype", "int8")
     assert int8["decode"]["model"]["bytes"] == decode(config, FORMATS["int8"]).model.bytes(1, 48)
     for name in ("Q8_0", "Q4_0", "Q4_1"):
-        found = run("smollm2-135m", "--dtype", name)
+        found = answer_to("smollm2-135m", "--dtype", name)
         expected = decode(PRESETS["smollm2-135m"], FORMATS[name]).model.bytes(1, found["context_tokens"])
         assert (found["dtype"], found["decode"]["model"]["bytes"]) == (name, expected)
 

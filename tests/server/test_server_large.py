@@ -72,10 +72,6 @@ class Calls:
         return self.of_thread.total()
 
 
-def chunks_of(content: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:])["choices"][0] for line in content.split(b"\n\n") if line.startswith(b"data: {")]
-
-
 # Responses -----------------------------------------------------------------------------------------------
 
 

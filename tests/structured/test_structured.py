@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.cli import Run
 from helpers.environment import INTERPRETED, ROOT
 from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanoinfer.cli import main
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
@@ -47,7 +46,6 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 Structured = StructuredOutputsParams
-Run = Callable[..., tuple[int, str, str]]
 LIST = Structured(grammar='start: "[" item ("," item)* "]"\nitem: /[a-c]{1,3}/ | start')
 KINDS = {
     "json": Structured(json=PERSON, disable_any_whitespace=True),
@@ -422,18 +420,6 @@ def test_the_extra_is_named_if_it_is_missing(llm: LLM, monkeypatch: pytest.Monke
 
 
 # The command line, batch files and OpenAI's requests ---------------------------------------------------------
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", *arguments])
-        with pytest.raises(SystemExit) as e:
-            main()
-        out, err = capsys.readouterr()
-        return int(e.value.code or 0), out, err
-
-    return call
 
 
 def test_flags_of_generate(run: Run, folder: Path, tmp_path: Path) -> None:

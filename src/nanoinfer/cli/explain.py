@@ -12,9 +12,6 @@ from nanoinfer.roofline.measure import CPU_WORKLOAD, MEASURE, find_device, measu
 from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.files import require_writable, write_atomically
 
-SHORT = replace(CPU_WORKLOAD, num_bytes=1 << 28, matrix_size=768, num_rounds=5)
-"""A measurement of about a second."""
-
 
 @command("explain")
 @argument("prompts", metavar="PROMPT...", nargs=-1, required=True, help="One, or several that are generated together.")
@@ -48,8 +45,9 @@ def explain(
     if config.engine.sampler == "auto":  # the logits of overlapped steps stay on the device
         config = replace(config, engine=replace(config.engine, sampler="reference"))
     llm = LLM.from_config(config)
-    short = device_limits == MEASURE and llm.device == "cpu"
-    ceiling = measure(SHORT) if short else find_device(device_limits, llm.device)
+    short = replace(CPU_WORKLOAD, num_bytes=1 << 28, matrix_size=768, num_rounds=5)  # takes about a second
+    is_cpu = device_limits == MEASURE and llm.device == "cpu"
+    ceiling = measure(short) if is_cpu else find_device(device_limits, llm.device)
     recording = record(llm, list(prompts), of_model(params, llm), ceiling, config.speculation.draft)
     write_atomically(output, page(recording).encode())
     print(f"{output}: {len(recording.steps)} steps")

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from nanoinfer.core.core import Core
 from nanoinfer.core.step import NoObserver
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.entrypoints.llm import LLM
@@ -29,7 +28,7 @@ from nanoinfer.roofline.arithmetic import extend
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat, mixed
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.speculator import StepRow
 from nanoinfer.utils.arrays import Array, to_numpy
 
@@ -95,20 +94,51 @@ class Recording:
 
 
 class Recorder:
-    """Observer of a core that records the rows of each step.
+    """Observer of a core that records its steps.
 
     Args:
-        core: idle, with no open sequences but kept ones.
-        ids: number of each sequence.
+        llm: with no unfinished requests.
+        requests: not submitted yet.
+        fmt: format of the weights.
+        ceiling: limits of the device; None: steps have no limit.
     """
 
-    def __init__(self, core: Core, ids: dict[Sequence, int]) -> None:
-        self._core, self._ids = core, ids
-        limits = core.engine.limits
+    def __init__(self, llm: LLM, requests: Seq[Request], fmt: WeightFormat, ceiling: Ceiling | None) -> None:
+        self._core, self._config, self._fmt, self._ceiling = llm.core, llm.config, fmt, ceiling
+        self._ids = {s: i for i, s in enumerate(s for r in requests for s in r.sequences)}
+        limits = llm.engine.limits
         self.pool = BlockPool(limits.max_num_cached_tokens // KV_BLOCK + limits.max_num_seqs)
-        self.rows: list[Row] = []
-        self.copied: list[tuple[int, int]] = []
-        self._starts: dict[Handle, tuple[int, int]] = {}
+        self._rows: list[Row] = []  # of the step
+        self._copied: list[tuple[int, int]] = []
+        self._starts: dict[Handle, tuple[int, int]] = {}  # of sequences without a row: start and num_new
+
+    def step(self) -> StepRecord:
+        """Run a step and return its record."""
+        scheduler, before = self._core.scheduler, {self._ids[s] for s in self._core.scheduler.running}
+        self._rows, self._copied, self._starts = [], [], {}
+        start = self._core.clock()
+        self._core.step()
+        seconds = self._core.clock() - start
+        running = {s.handle: self._ids[s] for s in scheduler.running if s.handle is not None}
+        self._rows += [Row(running[h], *part) for h, part in self._starts.items() if h in running]
+        ended = {i for s, i in self._ids.items() if s.finish_reason}
+        waiting = [i for i in self._ids.values() if i not in ended and i not in running.values()]
+        tables = {str(running.get(h, f"kept {h}")): [*self.pool.table(h)] for h in self._core.engine.handles}
+        preempted = [i for i in waiting if i in before]
+        return StepRecord(seconds, self._rows, waiting, preempted, tables, self._copied, *self._cost())
+
+    def _cost(self) -> tuple[int, int, float | None]:
+        """Return bytes, FLOPs and the limit in seconds of the step's rows, which share one read of the weights."""
+        weight_bytes = num_bytes = extend(self._config, self._fmt, 1).weight_bytes
+        flops = 0
+        for row in self._rows:
+            if row.num_new:
+                cost = extend(self._config, self._fmt, row.num_new).model
+                num_bytes += cost.bytes(1, row.start + row.num_new) - weight_bytes
+                flops += cost.flops(1, row.start + row.num_new)
+        if (ceiling := self._ceiling) is None:
+            return num_bytes, flops, None
+        return num_bytes, flops, max(num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(self._fmt))
 
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that does nothing: the time of a whole step is recorded."""
@@ -119,23 +149,8 @@ class Recorder:
         values = to_numpy(logits)
         for row, token_ids in zip(rows, tokens, strict=True):
             candidates = [_candidates(values[row.first + i], token) for i, token in enumerate(token_ids)]
-            start, num_new = self._starts.pop(Handle(row.sequence.handle or 0), (0, 0))
-            self.rows.append(
-                Row(self._ids[row.sequence], start, num_new, list(row.drafts), list(token_ids), candidates)
-            )
-
-    def take(self) -> tuple[list[Row], list[tuple[int, int]]]:
-        """Return rows and copies since the last call; sequences that sampled nothing have a row without tokens."""
-        numbers = {s.handle: self._ids[s] for s in self._core.scheduler.running if s.handle is not None}
-        rest = [Row(numbers[h], *part) for h, part in self._starts.items() if h in numbers]
-        rows, copied = self.rows + rest, self.copied
-        self.rows, self.copied, self._starts = [], [], {}
-        return rows, copied
-
-    def tables(self) -> dict[str, list[int]]:
-        """Return the blocks of all open sequences."""
-        numbers = {s.handle: str(self._ids[s]) for s in self._core.scheduler.running if s.handle is not None}
-        return {numbers.get(h, f"kept {h}"): list(self.pool.table(h)) for h in self._core.engine.handles}
+            start, num_new = self._starts.pop(cast(Handle, row.sequence.handle), (0, 0))  # forks have no new tokens
+            self._rows.append(Row(self._ids[row.sequence], start, num_new, [*row.drafts], [*token_ids], candidates))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -164,7 +179,7 @@ class Recorder:
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
             self._starts[handle] = self.pool.length(handle), num_new
             if (copy := self.pool.append(handle, num_new)) is not None:
-                self.copied.append(copy)
+                self._copied.append(copy)
 
 
 def _then(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
@@ -204,45 +219,21 @@ def record(
     """
     core, model = llm.core, llm.model
     requests = llm.requests.make_all(prompts, params)
-    ids = {s: i for i, s in enumerate(s for r in requests for s in r.sequences)}
     name = model.quantization or model.dtype
     fmt = mixed(model.config, model.block_formats, name) or FORMATS[name]
-    recorder, steps, texts = Recorder(core, ids), list[StepRecord](), dict[int, str]()
+    recorder, steps = Recorder(llm, requests, fmt, ceiling), list[StepRecord]()
     with recorder.attached(), Ownership(core, requests):
         core.submit(requests)
         while not all(r.finished for r in requests):
-            before = {ids[s] for s in core.scheduler.running}
-            start = core.clock()
-            core.step()
-            steps.append(_step(recorder, core.clock() - start, before, ids, fmt, ceiling, llm))
+            steps.append(recorder.step())
             if len(steps) > MAX_STEPS:
                 raise NanoinferError(f"the generation takes more than {MAX_STEPS} steps: lower max_tokens")
-    shown = [t for s in steps for r in s.rows for c in r.candidates for t, _ in c]
-    shown += [t for s in steps for r in s.rows for t in r.proposed] + [t for r in requests for t in r.prompt_token_ids]
-    for token in shown:
-        texts[token] = texts.get(token) or llm.decode([token])
+    rows = [row for step in steps for row in step.rows]
+    shown = {t for r in requests for t in r.prompt_token_ids} | {t for row in rows for t in row.proposed}
+    shown |= {t for row in rows for candidates in row.candidates for t, _ in candidates}
     return Recording(
         model.name, model.engine, model.device, name, draft, extend(model.config, fmt, 1).weight_bytes, KV_BLOCK,
         recorder.pool.num_blocks, [r.prompt_token_ids for r in requests],
-        [(i, s.sample_index) for i, r in enumerate(requests) for s in r.sequences], steps, texts,
+        [(i, s.sample_index) for i, r in enumerate(requests) for s in r.sequences], steps,
+        {token: llm.decode([token]) for token in sorted(shown)},
     )  # fmt: skip
-
-
-def _step(
-    recorder: Recorder, seconds: float, before: set[int], ids: dict[Sequence, int], fmt: WeightFormat,
-    ceiling: Ceiling | None, llm: LLM,
-) -> StepRecord:  # fmt: skip
-    rows, copied = recorder.take()
-    running = {ids[s] for s in llm.core.scheduler.running}
-    waiting = [i for s, i in ids.items() if i not in running and not s.finish_reason]
-    weight_bytes = num_bytes = extend(llm.config, fmt, 1).weight_bytes
-    flops = 0
-    for row in rows:
-        if row.num_new:
-            cost = extend(llm.config, fmt, row.num_new).model
-            num_bytes += cost.bytes(1, row.start + row.num_new) - weight_bytes
-            flops += cost.flops(1, row.start + row.num_new)
-    limit = None if ceiling is None else max(num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
-    return StepRecord(
-        seconds, rows, waiting, [i for i in waiting if i in before], recorder.tables(), copied, num_bytes, flops, limit
-    )

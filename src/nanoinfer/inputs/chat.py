@@ -19,7 +19,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import ID, IDS, NAMES, PROBE_TOOLS, AnswerFormat, detect, probe_calls
 from nanoinfer.inputs.answers.lark import ReleasedTools
-from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
+from nanoinfer.inputs.answers.response_template import ResponseTemplate
 from nanoinfer.inputs.messages import REASONING_KEYS, Message, Tool, as_choice, as_object, as_tools
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.structured.vocabulary import special_tokens
@@ -121,7 +121,7 @@ class ChatFormatter:
         # lru_cache holds no lock that an interrupt or a fork could leave held.
         self._make_template = lru_cache(_MAX_TEMPLATES)(lambda source: ChatTemplate(source, model.special_tokens))
         self._detect = lru_cache(_MAX_FORMATS)(self._detect_format)
-        self._own_response_template = lru_cache(1)(lambda: of_model(model))
+        self._compile = lru_cache(1)(self._compile_response_template)
         self._special_tokens = lru_cache(1)(lambda: special_tokens(model.require_tokenizer(), model.vocab_size))
         self.released_tools = ReleasedTools()
         self._warned = False  # that a template does not show the tools
@@ -168,9 +168,16 @@ class ChatFormatter:
 
     def response_template(self, source: str | None) -> ResponseTemplate | None:
         """Return the model's response template, which is about its own chat template only; None without one."""
-        if source is not None or self._model.response_template is None:
+        return None if source is not None else self._compile()
+
+    def _compile_response_template(self) -> ResponseTemplate | None:
+        if (spec := self._model.response_template) is None:
             return None
-        return self._own_response_template()
+        try:
+            return ResponseTemplate(spec)
+        except (NanoinferError, RecursionError) as e:
+            log.warning("%s: answers are read by the format of the chat template", e)
+            return None
 
     def template(self, source: str | None) -> ChatTemplate:
         """Return a template, or the model's own. Raises NanoinferError if the model has none, or it is too large."""

@@ -216,6 +216,16 @@ class Reader:
             sink(marker + self.take(1))
 
 
+def whole_object(text: str, mark: str) -> str:
+    """Return a text with its first object as JSON. Args: mark: as in `Reader.object`. Raises Malformed and Ended."""
+    reader, parts = Reader(), list[str]()
+    reader.feed(text)
+    reader.closed = True
+    for _ in reader.object(mark, parts.append):
+        pass
+    return "".join(parts) + reader.rest()
+
+
 def quoted(text: str) -> str:
     """Return a text as a string of JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import STRING_MARK
-from nanoinfer.inputs.answers.reader import MessageBuilder, Reader, to_json
+from nanoinfer.inputs.answers.reader import MessageBuilder, to_json, whole_object
 from nanoinfer.inputs.messages import Tool
-from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured.schemas import types_of
 from nanoinfer.utils.checks import show
@@ -32,7 +31,6 @@ MAX_CHARS = 1 << 16  # of a template as JSON; those of today have up to 2,000
 MAX_LITERAL, MAX_PATTERN = 256, 512  # characters
 MAX_EXPANDED = 1 << 18  # characters of a pattern: `regex` compiles a+ to aa* and a{9} to aaaaaaaaa, 200 bytes each
 MAX_VALUES = 64  # of the shape of a value; those of today have 5
-MAX_EMPTY = 10  # empty matches in a row
 CONTEXT = 64  # characters before the searched text, which ^, \\b and lookbehinds read
 CPU_SEC = 1.0
 """For one piece of an answer."""
@@ -65,13 +63,9 @@ class Marker(NamedTuple):
 
 
 class ResponseTemplate:
-    """A response template. Thread-safe.
+    """A response template: the object in tokenizer_config.json. Thread-safe.
 
-    Args:
-        spec: the object in tokenizer_config.json.
-
-    Raises:
-        NanoinferError: it is malformed, or a pattern is not one of `regex`, or is too large.
+    Raises NanoinferError: it is malformed, or a pattern is not one of `regex`, or is too large.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -87,7 +81,7 @@ class ResponseTemplate:
         self.fields: dict[str, dict[str, Any]] = fields
         self.has_patterns = '_pattern": ' in text
         """Whether a piece of an answer may take up to CPU_SEC."""
-        self._anchor = anchor
+        self.anchor = anchor
         self._opens: dict[str, Marker] = {}
         self._closes: dict[str, Marker] = {}
         for name, field in fields.items():
@@ -100,11 +94,6 @@ class ResponseTemplate:
             raise NanoinferError(f"response_template.fields: {show(implicit)} have no open, which only one may have")
         self.implicit = implicit[0] if implicit else None
         """The field of text that no other field has."""
-
-    def start(self, prompt: str) -> str:
-        """Return what a prompt has of the answer. Raises TimeoutError."""
-        ends = [m.end() for m in self._anchor.pattern.finditer(prompt, timeout=CPU_SEC)]
-        return prompt[ends[-1] if ends else 0 :]
 
     def find(self, field: str | None, text: str, start: int, end: bool, deadline: float) -> tuple[Any, str | None, int]:
         """Search the next marker from a place of the text. Args: end: whether the text is the whole answer.
@@ -129,9 +118,7 @@ class ResponseTemplate:
     ) -> list[tuple[str, str]]:
         """Return names and arguments of the calls in a text.
 
-        Raises:
-            TimeoutError: it takes too long.
-            Exception: of any type: the text is not of the field's form, or a tool is unknown.
+        Raises TimeoutError; any other exception: the text is not of the field's form, or a tool is unknown.
         """
         field, calls = self.fields[CALLS], []
         value = _PARSERS[field.get("content", "text")](body, field.get("content_args") or {}, deadline)
@@ -149,17 +136,6 @@ class ResponseTemplate:
                     arguments[key] = json.loads(to_json(argument, types))
             calls.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
         return calls
-
-
-def of_model(model: ModelInfo) -> ResponseTemplate | None:
-    """Return the response template of a model; None, with a warning, if it cannot be used, and None without one."""
-    if model.response_template is None:
-        return None
-    try:
-        return ResponseTemplate(model.response_template)
-    except (NanoinferError, RecursionError) as e:
-        log.warning("%s: answers are read by the format of the chat template", e)
-        return None
 
 
 def time_left(deadline: float) -> float:
@@ -216,11 +192,8 @@ def _check_field(name: str, field: Any) -> None:
     for key, kind in (("content_args", dict), ("join", str)):
         if not isinstance(value := field.get(key), (kind, type(None))):
             raise NanoinferError(f"{where}.{key}={show(value)} is not of the type {kind.__name__}")
-    values = [field.get("transform")]
-    for value in values:  # which grows
-        if len(values) > MAX_VALUES:  # each may stand for the whole text of the field
-            raise NanoinferError(f"{where}.transform has more than {MAX_VALUES} values")
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if len(re.findall(r"[,{\[]", json.dumps(field.get("transform")))) > MAX_VALUES:  # each may be the whole text
+        raise NanoinferError(f"{where}.transform has more than {MAX_VALUES} values")
 
 
 def _check_keys(where: str, value: Any, keys: Sequence[str]) -> None:
@@ -247,12 +220,7 @@ def _json(text: str, args: dict[str, Any], deadline: float = 0.0) -> Any:
     """Parse JSON, or the dialect of Gemma 4."""
     work = text
     if args.get("string_delims") == [[STRING_MARK] * 2] and args.get("unquoted_keys"):
-        reader, parts = Reader(), list[str]()
-        reader.feed(text)
-        reader.closed = True
-        for _ in reader.object(STRING_MARK, parts.append):
-            pass
-        work = "".join(parts) + reader.rest()
+        work = whole_object(text, STRING_MARK)
     try:
         return json.loads(work)
     except ValueError:
@@ -282,13 +250,7 @@ _PARSERS: dict[str, Callable[[str, dict[str, Any], float], Any]] = {
 
 
 class ResponseTemplateParser:
-    """Reads one answer, as `AnswerParser` does.
-
-    Args:
-        template: of the model.
-        tools: that the model may call.
-        prompt: text of the prompt.
-    """
+    """Reads one answer, as `AnswerParser` does. Args: tools: that the model may call; prompt: text of the prompt."""
 
     def __init__(self, template: ResponseTemplate, tools: Sequence[Tool] = (), *, prompt: str = "") -> None:
         self._template, self._tools = template, {tool.name: tool for tool in tools}
@@ -298,25 +260,22 @@ class ResponseTemplateParser:
         self._failed = False  # then the rest is content
         self._built = MessageBuilder()
         try:
-            prompt = template.start(prompt)
+            ends = [m.end() for m in template.anchor.pattern.finditer(prompt, timeout=CPU_SEC)]
+            self.feed(prompt[ends[-1] if ends else 0 :])
         except (TimeoutError, MemoryError) as e:
             self._fail(e)
-        self.feed(prompt if not self._failed else "")
         self._built.forget()  # what the prompt has of the answer
-
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Add text; return what it completes."""
-        return self._advance(text, False)
 
     def finish(self, is_cut: bool = True) -> list[AnswerDelta]:
         """End the answer; return what was held back. Args: is_cut: without an effect, templates are not told."""
-        return self._advance("", True)
+        return self.feed("", end=True)
 
     def message(self) -> ChatMessage:
         """Return the message so far; after `finish`, the whole one."""
         return self._built.message()
 
-    def _advance(self, text: str, end: bool) -> list[AnswerDelta]:
+    def feed(self, text: str, end: bool = False) -> list[AnswerDelta]:
+        """Add text; return what it completes. Args: end: the answer ends here."""
         self._buffer += text
         if not self._failed:
             try:
@@ -331,15 +290,14 @@ class ResponseTemplateParser:
         return self._built.take()
 
     def _fail(self, error: Exception) -> None:
-        limit = f"it needs more than {CPU_SEC} s of CPU time"
-        reason = limit if isinstance(error, TimeoutError) else error
+        reason = f"it needs more than {CPU_SEC} s of CPU time" if isinstance(error, TimeoutError) else error
         log.warning("the response template cannot be executed: %s: the rest of the answer is content", reason)
         self._failed = True
         self._built.add(ContentDelta, (self._marker if self._field == CALLS else "") + "".join(self._body))
 
     def _scan(self, end: bool) -> None:
         """Find the markers in the text from `_place` on, and set `_place` after what is read. Raises as `find`."""
-        num_empty, self._deadline = 0, time.thread_time() + CPU_SEC
+        self._deadline = time.thread_time() + CPU_SEC  # also of markers that match the empty string for ever
         while True:
             match, opened, held = self._template.find(self._field, self._buffer, self._place, end, self._deadline)
             stop = held if match is None else match.start()
@@ -357,9 +315,6 @@ class ResponseTemplateParser:
                 self._open(opened, match[0], {k: v for k, v in match.groupdict().items() if v is not None})
             elif not match[0] and not was_open:  # it would match here again
                 break
-            num_empty = 0 if match[0] else num_empty + 1
-            if num_empty > MAX_EMPTY:
-                raise ValueError("markers match the empty string again and again")
         if end and self._is_open:
             self._close("")
 
