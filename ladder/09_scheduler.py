@@ -7,8 +7,8 @@ A batch of rung 4 ends with its longest text. Here a request joins when there is
        '---- preempt -----'    no free block: the request that came last gives its blocks back and begins again later
 
 A step has a budget of tokens, since its time grows with them: running texts take one each, the rest goes to prompts, in
-chunks if need be, so that a long prompt does not delay the next tokens of running texts. The new tokens of all texts are one row
-without padding; only attention goes from text to text.
+chunks if need be, so that a long prompt does not delay the next tokens of running texts. The new tokens of all texts
+are one row without padding; only attention goes from text to text.
 
 Left out: the shared prefixes of rung 5 and the speculation of rung 8, which fit in between (docs/scheduling.md).
 """
