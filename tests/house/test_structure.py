@@ -85,9 +85,9 @@ def test_rooms_import_what_the_table_of_levels_says() -> None:
         assert all(order.index(other) < order.index(room) for other in places), room
 
 
-def test_the_picture_is_that_of_the_imports() -> None:
+def test_the_numbers_of_the_levels_are_those_of_the_imports() -> None:
     text, graph = (ROOT / "docs" / "architecture.md").read_text(), imported_rooms(PACKAGE)
-    assert f"```mermaid\n{picture(graph)}\n```" in text
+    assert picture(graph).count(" --> ") < sum(map(len, graph.values()))  # without transitive imports
     rooms, arrows, _, levels = re.findall(r"\d+", numbers(graph))
     assert f"{rooms} rooms on {levels} levels, with {arrows} imports between rooms" in text
 

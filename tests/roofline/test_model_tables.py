@@ -16,7 +16,7 @@ from nanoinfer.models.presets import PRESETS
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("table, page", [("models", "models.md"), ("presets", "inference-math.md")])
+@pytest.mark.parametrize("table, page", [("models", "models.md"), ("presets", "inference-math-families.md")])
 def test_a_page_shows_what_the_command_prints(table: str, page: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "model_tables.py"), table]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -35,7 +35,7 @@ def test_the_pages_show_what_was_found_about_files_of_others() -> None:
 def test_the_table_lists_exactly_the_families() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "models.md").read_text(), re.M)
     assert rows == ["model_type", *FAMILIES]
-    shown = re.findall(r"^\| `([\w.-]+)` \| [\d,]+ M \|", (DOCS / "inference-math.md").read_text(), re.M)
+    shown = re.findall(r"^\| `([\w.-]+)` \| [\d,]+ M \|", (DOCS / "inference-math-families.md").read_text(), re.M)
     assert shown == list(PRESETS)
 
 
