@@ -18,7 +18,7 @@ import pytest
 
 from helpers.cli import Run, command, one_thread
 from helpers.models import make_folder
-from nanoinfer import SamplingParams
+from nanoinfer import SamplingParams, __version__
 from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help
 from nanoinfer.cli.generate import StructuredFlags
@@ -258,7 +258,7 @@ def test_aliases(run: Run, tiny_folder: Path) -> None:
 
 
 def test_version_and_no_arguments(run: Run) -> None:
-    assert run("--version")[:2] == (0, "0.1.0\n")
+    assert run("--version")[:2] == (0, f"{__version__}\n")
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out == run("--help")[1]
