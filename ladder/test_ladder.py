@@ -34,6 +34,7 @@ def test_ten_files_that_can_be_read_in_an_afternoon() -> None:
 
 
 @pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.slow_if(lambda name: name not in ("04_batch", "05_pages", "09_scheduler"))
 def test_a_rung_has_the_tokens_of_the_rung_before_and_of_the_engine(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_a_rung_has_the_tokens_of_the_rung_before_and_of_the_engine(
     assert capsys.readouterr().out.splitlines()[-1].endswith("LLM(engine=recompute)")
 
 
+@pytest.mark.slow
 def test_a_rung_prints_its_text_its_speed_and_the_limit() -> None:
     command = [sys.executable, str(LADDER / "03_static_cache.py"), "--prompt", "O Romeo,", "--max-new-tokens", "9"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

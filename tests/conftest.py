@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,10 +70,25 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if left_out else None
 
 
-def group_of(item: pytest.Item) -> str:
-    """Return the group whose tests one process runs: its file, or what its marker `xdist_group` names."""
-    mark = item.get_closest_marker("xdist_group")
-    return item.path.stem if mark is None else str(mark.args[0])
+RAY = ("test_batch_on_ray", "test_disturbed_batch", "test_generator", "test_ray_serve")
+"""Files whose tests share a cluster."""
+
+
+def group_of(file: str) -> str:
+    """Return the group whose tests one process runs: a file, or those of Ray."""
+    return "ray" if Path(file).stem in RAY else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups by files: pytest 9 does not read the attribute to which xdist 3.8 adds the group of a marker."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,11 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
                     item.add_marker(marker)
     if getattr(config.option, "loadgroup", False):  # set by pytest-xdist in the processes that it starts
-        num_slow = Counter(group_of(item) for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: (group_of(item) != "ray", -num_slow[group_of(item)], group_of(item)))
-        for item in items:
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        group = {item.path: group_of(str(item.path)) for item in items}
+        num_slow = Counter(group[item.path] for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (group[item.path] != "ray", -num_slow[group[item.path]], group[item.path]))
 
 
 def pytest_collection_finish() -> None:

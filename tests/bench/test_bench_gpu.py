@@ -147,7 +147,7 @@ def test_a_worker_verifies(tiny_folder: Path) -> None:
         refuses(lambda: one.ask("launches"), "launches no kernels")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_write_the_logits_of_the_last_tokens_of_their_prompts(tiny_folder: Path, tmp_path: Path) -> None:
     """`dynamic` in float32 as expected; `static` in bfloat16 close to it, with other weights not."""
     other = make_folder(tmp_path / "other", seed=1)

@@ -51,7 +51,7 @@ def bench(*arguments: object) -> list[str]:
     return [sys.executable, "-c", code, "bench", *map(str, arguments)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
     ballast = bytearray(os.urandom(1 << 20)) * 1500  # resident here when the worker is started
     with WorkerProcess(Case("native", "m", output_tokens=4, prompt_tokens=4)) as worker:
@@ -59,6 +59,7 @@ def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
         assert (worker.run().peak_memory_bytes or 0) < len(ballast)
 
 
+@pytest.mark.slow
 def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(
         model=str(tiny_folder), engine=("native", "static"), batch=(2,), prompt_tokens=(8,),
@@ -97,7 +98,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> Non
     assert made.failed == [made.rows[1]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     """Workers get folders of different weights: the second disagrees with the reference."""
     from nanoinfer.bench.harness import Harness

@@ -51,7 +51,7 @@ def marks(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("engine", HERE)
-@pytest.mark.slow_if(lambda engine: engine == "compiled")
+@pytest.mark.nightly_if(lambda engine: engine == "compiled")
 def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -> None:
     llm = LLM(str(tiny_folder), engine=engine, device="cpu", max_num_seqs=4)
     expected = [o.outputs[0].token_ids for o in llm.generate(["Go", "Hi all"], PARAMS)]
@@ -74,6 +74,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
 
 @pytest.mark.parametrize("engine", ["static", "native"])
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma3", "gemma4"])
+@pytest.mark.slow_if(lambda family: family != "gpt_neox")
 def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, engine: str) -> None:
     if engine not in HERE:
         pytest.skip(f"{engine} is not built here")
@@ -305,7 +306,7 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
     assert result["operators"][0]["calls"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (ROOT / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"^    (nanoinfer profile .*)$", page, re.M)

@@ -36,6 +36,7 @@ def test_a_process_that_fails_or_prints_nothing_ends_it(code: str) -> None:
         start.start(code, [])
 
 
+@pytest.mark.slow
 def test_the_clock_of_a_server_stops_at_its_first_answer() -> None:
     pytest.importorskip("uvicorn", reason="the extra server is not installed")
     pytest.importorskip("nanoinfer._native", reason="the native extension is not built")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-bitnet = pytest.importorskip("transformers.integrations.bitnet")
+integrations = pytest.importorskip("transformers.integrations")  # of which `bitnet` takes seconds to import
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -53,16 +53,16 @@ def make_folder(case: str, folder: Path) -> Any:
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     given = transformers.BitNetQuantConfig(linear_class=kind)
-    bitnet.replace_with_bitnet_linear(model, modules_to_not_convert=["lm_head"], quantization_config=given)
+    integrations.bitnet.replace_with_bitnet_linear(model, modules_to_not_convert=["lm_head"], quantization_config=given)
     stored = {}
     with torch.no_grad():
         for p in model.parameters():
             if p.device.type != "meta":
                 p.copy_(torch.randn_like(p) * 0.3 + float(p.dim() == 1))
         for path, layer in model.named_modules():
-            if isinstance(layer, (bitnet.BitLinear, bitnet.AutoBitLinear)):
+            if isinstance(layer, (integrations.bitnet.BitLinear, integrations.bitnet.AutoBitLinear)):
                 codes = torch.randint(-1, 2, (layer.out_features, layer.in_features))
-                stored[f"{path}.weight"] = bitnet.pack_weights(codes.clone())
+                stored[f"{path}.weight"] = integrations.bitnet.pack_weights(codes.clone())
                 stored[f"{path}.weight_scale"] = layer.weight_scale = torch.tensor([scale])
                 values = codes.float() if kind == "autobitlinear" else stored[f"{path}.weight"]
                 layer.weight = torch.nn.Parameter(values, requires_grad=False) if values.is_floating_point() else values

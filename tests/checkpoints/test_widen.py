@@ -128,8 +128,8 @@ def test_a_model_that_does_not_fit_the_preset(preset: None, tmp_path: Path) -> N
     refuses(lambda: load_model("wide:./missing:gpt2"), "./missing")
 
 
-@pytest.mark.parametrize("engine", ["static", "native"])
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", [pytest.param("static", marks=pytest.mark.nightly), "native"])
 def test_the_built_in_model_generates_the_same_tokens_at_gpt2s_width(engine: str) -> None:
     if (reason := ENGINES[engine].unavailable()) is not None:
         pytest.skip(reason)

@@ -156,6 +156,7 @@ def test_what_comes_from_outside_is_escaped_in_messages(call: Callable[..., Any]
     check_messages(err)
 
 
+@pytest.mark.slow
 def test_logs_are_escaped_and_other_packages_warnings_are_silent() -> None:
     code = (
         "import logging, warnings; from nanoinfer.cli import terminal; terminal.prepare();"
@@ -203,6 +204,7 @@ ROOFLINE = ("roofline", "gpt2", "--device", "t4")
         ("<&- >&- 2>&-", ROOFLINE, 1, ""),
     ],
 )
+@pytest.mark.slow_if(lambda line, arguments: line[0] == "2" or "--json" in arguments or " " in line)
 def test_streams(line: str, arguments: tuple[str, ...], code: int, message: str) -> None:
     done = shell(line, *arguments)
     err = done.stderr.decode()

@@ -16,7 +16,7 @@ from helpers.ray_cluster import LOOPBACK, WAIT_SEC, children, grows, kill, liste
 from nanoinfer.cli import app
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # a cluster takes seconds to start
+pytestmark = pytest.mark.slow  # a cluster takes seconds to start
 LOOPBACK_ADDRESSES = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 """127.0.0.1, the same in IPv6, and ::1."""
 ENGINE = ("--engine", "native", "--max-tokens", "6", "--seed", "3")

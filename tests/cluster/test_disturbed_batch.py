@@ -19,7 +19,7 @@ from helpers.cli import command, one_thread
 from helpers.ray_cluster import NODE, WAIT_SEC, cluster, grows, kill, start, workers
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.nightly
 OPTIONS = ("-m", "shakespeare", "--max-tokens", "12", "--seed", "1")
 SLOWLY = ("--max-num-seqs", "2")  # so that something is left to do when something dies
 NUM_KILLS = 8

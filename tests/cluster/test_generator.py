@@ -23,7 +23,7 @@ from nanoinfer.ray.connect import check_versions, connected, versions
 from nanoinfer.ray.pool import Job, LineActor
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # a cluster takes seconds to start
+pytestmark = pytest.mark.slow  # a cluster takes seconds to start
 
 PARAMS = {"max_tokens": 5}
 

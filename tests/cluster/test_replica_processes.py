@@ -147,6 +147,7 @@ def _private_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
+@pytest.mark.slow
 def test_the_front_checks_the_keys_and_a_replica_runs_on_its_cores_alone(folder: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -239,6 +240,7 @@ def test_sighup_loads_the_model_that_is_there_now_and_sigterm_finishes_what_runs
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_model_is_loaded_ends_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanoinfer", "serve", "random:gpt2", "--replicas", "2", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -276,7 +278,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             "replicas=2 needs engine native, and the engine is",
             marks=pytest.mark.slow,
         ),
-        (["shakespeare", "nothing/there.gguf"], "nothing/there.gguf"),
+        pytest.param(["shakespeare", "nothing/there.gguf"], "nothing/there.gguf", marks=pytest.mark.slow),
     ],
 )
 def test_bad_options_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

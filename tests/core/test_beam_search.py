@@ -84,7 +84,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 @pytest.mark.parametrize("early_stopping", EARLY)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.slow_if(lambda width, early_stopping: width != 5 and (width, early_stopping) != (1, False))
+@pytest.mark.slow_if(lambda width, early_stopping: (width, early_stopping) not in ((1, False), (5, "never")))
+@pytest.mark.nightly_if(lambda width: width not in (1, 5))
 def test_outputs_and_scores_equal_those_of_transformers(
     model_of: Callable[[str], tuple[Any, LLM]], width: int, early_stopping: bool | str
 ) -> None:
@@ -104,6 +105,7 @@ def test_outputs_and_scores_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("case", ["gemma3", "qwen2-windows", "nanochat", "gpt_neox", "cohere2", "ministral3"])
+@pytest.mark.slow_if(lambda case: case not in ("gpt_neox", "qwen2-windows"))
 def test_other_families_equal_transformers(model_of: Callable[[str], tuple[Any, LLM]], case: str) -> None:
     model, llm = model_of(case)
     for width, max_tokens, ignore_eos in [(3, 1, False), (4, 20, True), (6, 9, False)]:
@@ -141,6 +143,7 @@ def search(core: Core, width: int, early_stopping: bool | str) -> list[tuple[lis
 @pytest.mark.parametrize("width, early_stopping", [(1, False), (2, "never"), (5, True)])
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "recompute"])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow_if(lambda name: name == "compiled")
 def test_every_engine_finds_the_beams_of_recompute(
     name: str, device: str, width: int, early_stopping: bool | str
 ) -> None:

@@ -181,7 +181,7 @@ def folder_with_nan(path: Path, token: str) -> Path:
 
 @pytest.mark.parametrize("engine", [e for e in registry.ENGINES if "cpu" in registry.ENGINES[e].devices])
 @pytest.mark.parametrize("token", ["q", CHARS[0]], ids=["q", "the token of padding"])
-@pytest.mark.slow_if(lambda engine: engine == "compiled")
+@pytest.mark.nightly_if(lambda engine: engine == "compiled")
 def test_one_request_that_is_not_finite_ends_alone(tmp_path: Path, engine: str, token: str) -> None:
     if engine == "compiled" and token != "q":
         pytest.skip("compiling takes a minute: one case of compiled stands for both")

@@ -80,7 +80,8 @@ def test_greedy_tokens_equal_the_naive_loop(batch: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
 @pytest.mark.parametrize("stride", [1, 5, None])
-@pytest.mark.slow_if(lambda stride, chunk: (stride, chunk) not in ((1, 2048), (None, 7)))
+@pytest.mark.slow_if(lambda stride, chunk: (stride, chunk) != (None, 7))
+@pytest.mark.nightly_if(lambda stride, chunk: (stride, chunk) == (1, 7))
 def test_windows_slide_before_the_token_is_read(stride: int | None, chunk: int) -> None:
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]

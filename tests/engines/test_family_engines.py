@@ -47,6 +47,8 @@ PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 REPEATING = [4, 8, 15, 16, 23, 42] * 6
 RUNGS = [name for name in ENGINES if name != "triton"]  # tests/gpu/test_triton_families.py
 FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
+DAILY = {"native": tuple(CASES), **dict.fromkeys(("dynamic", "static", "paged"), FEATURES)}
+"""What `make test-all` generates. recompute has the reference's step, cuda_graph and compiled have that of static."""
 all_cases = pytest.mark.parametrize("case", CASES)
 a_case_a_feature = pytest.mark.nightly_if(lambda case: case not in FEATURES)
 
@@ -94,9 +96,10 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 
 @all_cases
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.nightly_if(lambda name, case: name != "native" and case not in FEATURES)
-@pytest.mark.nightly_if(lambda name, case: name == "compiled" and case not in FEATURES[::4])  # cuda_graph has its step
-@pytest.mark.slow_if(lambda name, case: case not in {"native": FEATURES, "static": FEATURES[::4]}.get(name, ["olmo2"]))
+@pytest.mark.nightly_if(lambda name, case: case not in DAILY.get(name, FEATURES[::8]))
+@pytest.mark.slow_if(
+    lambda name, case: case not in {"native": FEATURES[::2], "static": FEATURES[::8]}.get(name, ["olmo2"])
+)
 def test_greedy_tokens_equal_the_naive_loop(
     name: str, case: str, gpt_of: Callable[[str], Transformer], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -110,11 +113,9 @@ def test_greedy_tokens_equal_the_naive_loop(
     assert generate(make_core(engine), PROMPTS[2:3], [GREEDY]) == expected[2:3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/engines/test_static_shapes.py compiles a smaller model
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: install g++")
-@pytest.mark.parametrize(
-    "case", ["llama", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("gemma3", "qwen3_moe-mixed"))]
-)
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3_moe-mixed"])
 def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
     case: str, folder_of: Callable[[str], Path], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -129,7 +130,8 @@ def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
 
 @all_cases
 @a_case_a_feature
-@pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
+@pytest.mark.slow_if(lambda case: case not in FEATURES[::8])
+@pytest.mark.nightly_if(lambda case: case not in FEATURES[::2])
 def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], Transformer]) -> None:
     """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
     gpt = gpt_of(case)
@@ -150,7 +152,8 @@ def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Calla
 @all_cases
 @pytest.mark.parametrize("engine", ["native", "static"])
 @a_case_a_feature
-@pytest.mark.slow_if(lambda engine, case: case not in FEATURES[:: 4 if engine == "native" else 20])
+@pytest.mark.nightly_if(lambda engine, case: engine == "static" and case not in FEATURES[::4])
+@pytest.mark.slow_if(lambda engine, case: case not in FEATURES[:: 8 if engine == "native" else 20])
 def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
     """Drafts: repetition, the target itself in 8 bits or with fewer layers, and a model of another family."""
     folder = str(folder_of(case))

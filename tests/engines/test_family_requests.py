@@ -35,7 +35,7 @@ NUM_BLOCKS = 8
 all_families = pytest.mark.parametrize("case", CASES)
 both_engines = pytest.mark.parametrize("engine", ["native", "paged"])
 one_engine = pytest.mark.nightly_if(lambda engine, case: case not in (FEATURES if engine == "native" else ["olmo2"]))
-few_are_fast = pytest.mark.slow_if(lambda case: case not in FEATURES[::4])
+few_are_fast = pytest.mark.slow_if(lambda case: case not in FEATURES[::8])
 
 
 @pytest.fixture(scope="module")

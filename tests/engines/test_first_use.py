@@ -33,6 +33,7 @@ def stand_in(name: str) -> EngineSpec:
     return replace(ENGINES["static"], name=name.lower(), target=f"helpers.odd_engines:{name}")
 
 
+@pytest.mark.slow
 def test_an_engine_that_agrees_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_use.difference(ENGINES["dynamic"], TINY, "cpu", "float32") is None
     monkeypatch.setattr(first_use.subprocess, "run", None)  # from here on, no child is started
@@ -40,6 +41,7 @@ def test_an_engine_that_agrees_is_compared_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", REASONS)
+@pytest.mark.slow_if(lambda name: name != "Shifted")
 def test_what_is_wrong_is_one_line_that_is_kept(name: str, tmp_path: Path) -> None:
     reason = first_use.difference(stand_in(name), TINY, "cpu", "float32")
     assert reason is not None

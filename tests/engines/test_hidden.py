@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers.engines import make_engine, prompt, slow_if_interpreted
+from helpers.engines import make_engine, prompt
 from helpers.models import TINY, make_limits, make_model, weights_of
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
@@ -22,7 +22,8 @@ native = pytest.mark.skipif(ENGINES["native"].unavailable() is not None, reason=
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@pytest.mark.slow_if(lambda name: name in ("compiled", "triton"))
+@pytest.mark.nightly_if(lambda name, tied: name == "triton" and not tied)
 def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bool) -> None:
     gpt = make_model(replace(TINY, block_size=400, tie_word_embeddings=tied))
     engine = make_engine(name, gpt)

@@ -46,7 +46,8 @@ def texts(llm: LLM) -> list[str]:
 
 @how_often
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.slow_if(lambda engine: engine not in ("native", "static"))
+@pytest.mark.slow_if(lambda engine: engine != "native")
+@pytest.mark.nightly_if(lambda engine: engine in ("recompute", "dynamic"))
 def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
     interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)
@@ -54,7 +55,7 @@ def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int)
 
 @how_often
 @pytest.mark.parametrize("draft", ["prompt-lookup", "self:1"])
-@pytest.mark.slow_if(lambda draft: draft != "self:1")
+@pytest.mark.slow
 def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine="static", max_num_seqs=5, draft=draft, speculate_k=2)
     interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)

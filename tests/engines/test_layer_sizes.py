@@ -82,6 +82,7 @@ def make_gpt(model: str | ModelConfig) -> Transformer:
 @pytest.mark.nightly_if(
     lambda name, model: name not in ("static", "native") and (name == "compiled" or model != "shared")
 )
+@pytest.mark.slow_if(lambda name, model: name != "native" and (name, model) != ("static", "shared"))
 def test_greedy_tokens_equal_the_naive_loop(name: str, model: str) -> None:
     gpt = make_gpt(model)
     assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes(gpt.config)

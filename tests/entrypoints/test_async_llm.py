@@ -829,7 +829,8 @@ assert asyncio.run(one()) == expected
 @pytest.mark.skipif("NANOINFER_TEST_EXTENSION" in os.environ, reason="a new process has the installed extension")
 @pytest.mark.parametrize("engine", ["native", "static"])
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.slow_if(lambda engine: engine == "static")
+@pytest.mark.slow_if(lambda end, engine: (end, engine) != ("Ctrl-C", "native"))
+@pytest.mark.nightly_if(lambda end, engine: engine == "static" and end != "a fork")
 def test_the_process_ends(folder: Path, end: str, engine: str) -> None:
     if engine == "native":
         pytest.importorskip("nanoinfer._native", reason="the native extension is not built")

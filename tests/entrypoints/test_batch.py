@@ -457,7 +457,7 @@ def test_blank_lines_are_counted_and_have_no_record(run: Run) -> None:
 # Order and memory ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_lines", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lines", [600, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_the_number_of_live_requests_and_records_is_bounded(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lines: int
 ) -> None:

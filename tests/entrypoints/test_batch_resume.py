@@ -184,6 +184,7 @@ def test_a_full_disk_ends_it_and_it_continues(llm: LLM, tmp_path: Path) -> None:
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", 300)
     command = [sys.executable, "-m", "nanoinfer", "batch", "-m", str(folder)]

@@ -96,7 +96,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.slow_if(lambda name: name in ("concatenation", "filters"))
+@pytest.mark.slow_if(lambda name: name in ("concatenation", "filters", "power"))
 def test_hostile_templates_are_one_line(name: str, little_time: None) -> None:
     source, message = HOSTILE[name]
     template = ChatTemplate(source)

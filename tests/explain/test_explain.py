@@ -30,6 +30,7 @@ def outputs(recording: Recording) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options", [{}, {"draft": "shakespeare-draft"}, {"max_num_seqs": 2, "max_num_batched_tokens": 8}]
 )
+@pytest.mark.slow_if(lambda engine, options: engine != "native" and options)
 def test_a_recording_has_the_tokens_that_are_generated_without_it(engine: str, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=12, n=2, temperature=0.8, seed=1)
     llm = LLM("shakespeare", engine=engine, dtype="float32", device="cpu", **options)

@@ -55,6 +55,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine, quantization", triton_kernels.STEPS)
 @pytest.mark.nightly_if(lambda quantization: quantization is not None)
+@pytest.mark.slow_if(lambda engine: engine == "triton")
 def test_a_step_is_checked_and_timed(engine: str, quantization: str | None) -> None:
     row = triton_kernels.step_row(SMALL, engine, quantization, "cpu", 1)
     assert set(row) == {"predicted_usec", "bytes_usec", "usec", "usec_per_kernel", "gb_per_sec", "verify_ratio"}

@@ -48,8 +48,8 @@ def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability, formats", [(90, "bfloat16,int4"), (80, "float16")])
-@pytest.mark.nightly_if(lambda capability: capability < 90)
+@pytest.mark.parametrize("capability, formats", [(90, "int4"), (90, "bfloat16"), (80, "float16")])
+@pytest.mark.nightly_if(lambda formats: formats != "int4")
 def test_kernels_of_other_families_compile_and_stream(capability: int, formats: str) -> None:
     kernels = compiled(capability, formats, "768", "llama")
     assert {k["kernel"] for k in kernels} >= {f"{name}_kernel" for name in ("product", "heads", *OTHERS)}

@@ -184,6 +184,7 @@ def test_a_decode_step_has_5_nodes_a_layer_and_4_sampling_included(
     "new, quantization, num_products",
     [(16, None, 4 * L + 1), (17, None, 0), (17, "int4", 4 * L)],  # the logits of up to 16 tokens are computed, too
 )
+@pytest.mark.slow_if(lambda new: new == 16)
 def test_steps_of_more_tokens_than_pay_run_on_pytorch_unless_weights_are_quantized(
     new: int, quantization: str | None, num_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ CASES = TESTS / "fuzz_cases"
 MANIFEST: dict[str, dict[str, str]] = json.loads((CASES / "manifest.json").read_text(encoding="utf-8"))
 WORKER = ROOT / "fuzz" / "worker.py"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")]
 
 
 @cache

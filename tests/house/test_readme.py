@@ -38,7 +38,7 @@ RESULTS = ROOT / "docs" / "results"
 PEERS = read(RESULTS / "peers.json").rows
 
 # Words of the slow commands; the fixture `home` runs the one with tee in any case.
-SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
+SLOW = re.compile(r' (bench|train|profile|explain|export|eval|--draft|--quantization) |out/play|\| tee |"To be"')
 
 
 def block(language: str) -> str:
@@ -51,40 +51,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty folder; README's own command has written play.txt into it, which others read."""
     folder = tmp_path_factory.mktemp("home")
     (writes,) = [line for line in COMMANDS if "tee play.txt" in line]
-    subprocess.run(writes, shell=True, cwd=folder, env=environment(folder), capture_output=True, check=True)
+    shell(folder, writes)
     return folder
 
 
-def environment(home: Path) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"HOME": str(home), "PATH": path}
+def shell(home: Path, command: str | list[str]) -> str:
+    """Run a command in a folder and return what it prints."""
+    env = os.environ | {"HOME": str(home), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, shell=isinstance(command, str), cwd=home, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.split("#")[0].strip().replace(" ", "_")[:40])
-@pytest.mark.slow_if(lambda command: any(word in command for word in SLOW))
+@pytest.mark.slow_if(lambda command: SLOW.search(command))
+@pytest.mark.nightly_if(lambda command: " bench " in command)  # a minute; tests/bench runs the command
 def test_shell_command(command: str, home: Path) -> None:
     if "--model out/play" in command and not (home / "out" / "play").exists():  # the test that trains it is elsewhere
         (trains,) = [line for line in COMMANDS if " train " in line]
-        subprocess.run(trains, shell=True, cwd=home, env=environment(home), capture_output=True, check=True)
-    done = subprocess.run(
-        command, shell=True, cwd=home, env=environment(home), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+        shell(home, trains)
+    assert shell(home, command).strip()
 
 
 def test_python_block(home: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", block("python")],
-        cwd=home,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("O Romeo,")
-    assert "\nMy lord," not in done.stdout  # stream yields the continuation only
+    printed = shell(home, [sys.executable, "-c", block("python")])
+    assert printed.startswith("O Romeo,")
+    assert "\nMy lord," not in printed  # stream yields the continuation only
 
 
 def test_every_fenced_block_is_tested_or_listed() -> None:

@@ -118,6 +118,7 @@ NULL_STYLES = {
 
 @pytest.mark.parametrize("style", NULL_STYLES)
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}], ids=["null", "missing", "empty"])
+@pytest.mark.slow_if(lambda content: content != {})
 def test_a_message_with_tool_calls_needs_no_content(style: str, content: dict[str, Any]) -> None:
     """It is null or empty, as the template shows the calls, and nothing but the calls."""
     source = "{% for m in messages %}" + NULL_STYLES[style] + "{% endfor %}"

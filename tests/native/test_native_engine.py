@@ -214,6 +214,7 @@ def test_isa_of_a_new_process(tiny_folder: Path) -> None:
     assert run.stdout.strip() == "scalar"
 
 
+@pytest.mark.slow
 def test_the_weights_are_gone_once_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, also after an error of the Hub's library: not only when cycles are collected."""
     weights: list[weakref.ref[Any]] = []
@@ -258,7 +259,7 @@ print(peak() - before)
         ("checkpoint", 2.3),  # PyTorch maps the file, whose pages count, and is imported
     ],
 )
-@pytest.mark.slow_if(lambda source: source != "folder")
+@pytest.mark.slow
 def test_loading_takes_little_more_than_the_packed_weights(source: str, bound: float, tmp_path: Path) -> None:
     """Without care it is 1.3 (random) to 2.3 times the float32 weights."""
     config = PRESETS["gpt2"]

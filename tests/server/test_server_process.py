@@ -146,7 +146,7 @@ def num_running(server: ServerProcess) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.slow_if(lambda number: number != signal.SIGTERM)
+@pytest.mark.slow
 def test_what_runs_is_finished_and_what_comes_is_refused(folder: Path, number: signal.Signals) -> None:
     with serving(folder) as server:
         client, lines = begun(server, max_tokens=3000)
@@ -168,6 +168,7 @@ def connects(server: ServerProcess) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_shutdown_has_a_time_limit(folder: Path) -> None:
     with serving(folder, "--shutdown-timeout", "0.5") as server, ThreadPoolExecutor() as pool:
         client, lines = begun(server)

@@ -56,6 +56,7 @@ async def read(app: ASGIApp, i: int, log: list[tuple[int, list[int]]]) -> None:
     await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "state": {}}, receive, send)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly_if(lambda max_num_seqs: max_num_seqs == 200)
 @pytest.mark.parametrize("max_num_seqs", [200, 64])
 def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
@@ -136,6 +137,7 @@ def events(body: bytes) -> dict[int, tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.slow_if(lambda logprobs: logprobs)
 def test_both_versions_of_http_have_the_same_events_and_connections_go_on(
     server: ServerProcess, logprobs: int | None
 ) -> None:

@@ -42,9 +42,11 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
 @pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
-@pytest.mark.nightly_if(lambda name, k: name not in ("native", "static") and k != 3)
+@pytest.mark.nightly_if(
+    lambda name, k, batch: name not in ("native", "static") and (k != 3 or batch != "unequal lengths")
+)
 @pytest.mark.slow_if(lambda name, k: k != 3 and (name != "native" or k is not None))
-@pytest.mark.slow_if(lambda name, batch: name not in ("native", "static") and batch != "unequal lengths")
+@pytest.mark.slow_if(lambda name, batch: name != "native" and batch != "unequal lengths")
 def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
@@ -60,6 +62,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None,
 @pytest.mark.parametrize("k", [2, 7, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.slow_if(lambda kind, k, stride: k != 2 or stride != (1 if kind == "other" else None))
+@pytest.mark.nightly_if(lambda k, stride: stride in (3, 32) or (stride == 1 and k is None))
 def test_sliding_windows(kind: str, k: int | None, stride: int | None) -> None:
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]
@@ -85,6 +88,7 @@ def test_the_same_seed_gives_the_same_text_with_speculation_on_or_off(
 
 @pytest.mark.parametrize("num_right", range(6))
 @pytest.mark.parametrize("ends", ["max_tokens", "stop", "eos", "context"])
+@pytest.mark.slow_if(lambda num_right: num_right not in (0, 3))
 def test_every_place_of_rejection_and_every_end_inside_a_burst(num_right: int, ends: str) -> None:
     """Five proposals of which the first 0 to 5 are right; the text ends at every place of a burst."""
     engine = make_engine("static", make_model())

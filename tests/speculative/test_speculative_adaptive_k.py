@@ -135,6 +135,7 @@ def decode(world: World, chooser: AdaptiveK | int | None, batch: int = 1, seeds:
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("draft_cost", [0.0, 0.2, 0.6, 1.0])
 @pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.slow_if(lambda batch: batch != 8)
 def test_a_drafter_that_is_always_wrong_costs_two_percent_at_most(curve: str, draft_cost: float, batch: int) -> None:
     world = World(CURVES[curve], draft_cost, lambda position: 0.0)
     seeds = 3 if batch == 1 else 1
@@ -222,6 +223,7 @@ def test_alternating_good_and_bad_phases_never_cost_two_percent(curve: str, draf
 @pytest.mark.parametrize("draft_cost", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.slow_if(lambda batch: batch != 8)
+@pytest.mark.nightly_if(lambda batch: batch == 1)
 def test_close_to_the_best_fixed_k(curve: str, draft_cost: float, acceptance: float, batch: int) -> None:
     """94% of its speed over 256 tokens after one other request; 93% where the longest k is best."""
     world, seeds = World(CURVES[curve], draft_cost, lambda p: acceptance), 4 if batch == 1 else 1

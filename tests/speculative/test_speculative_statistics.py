@@ -261,14 +261,16 @@ CONTROLS = {name: replace(p, max_tokens=LEN) for name, p in CONTROLS.items()}
     "kind, k",
     [("near", 1), ("near", 4), ("far", 2), ("far", 4), ("holes", 3), ("scaled far", 3), ("fixed", 1), ("fixed", 4)],
 )
-@pytest.mark.slow_if(lambda kind, k: (kind, k) not in (("near", 4), ("fixed", 4)))
+@pytest.mark.slow_if(lambda kind, k: (kind, k) != ("near", 4))
+@pytest.mark.nightly_if(lambda k: k < 3)
 def test_rejection_draws_texts_of_the_target_s_probabilities(kind: str, k: int) -> None:
     drawn = draw_texts(TARGET, CONTROLS["none"], first_seed=10_000 * k, drafter=make_drafter(kind), k=k)
     assert_drawn_from(joint(TARGET, CONTROLS["none"]), drawn.texts)
 
 
 @pytest.mark.parametrize("kind", ["far", "holes", "fixed"])
-@pytest.mark.slow_if(lambda kind: kind == "far")
+@pytest.mark.slow
+@pytest.mark.nightly_if(lambda kind: kind == "far")
 def test_what_the_target_never_says_is_never_kept(kind: str) -> None:
     """Zeros of p where q has none, zeros of q where p has none, and a drafter that often proposes a zero of p."""
     drawn = draw_texts(TARGET_HOLES, CONTROLS["none"], first_seed=50_000, drafter=make_drafter(kind), k=3)
@@ -276,30 +278,20 @@ def test_what_the_target_never_says_is_never_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONTROLS if name != "none"])
-@pytest.mark.slow_if(lambda name: name != "all")
+@pytest.mark.slow
+@pytest.mark.nightly_if(lambda name: name not in ("all", "top_p", "penalties"))
 def test_rejection_under_controls(name: str) -> None:
     """Both distributions are filtered; penalties and min_tokens count the tokens that are proposed before."""
     drawn = draw_texts(TARGET, CONTROLS[name], first_seed=70_000, drafter=make_drafter("far"), k=3)
     assert_drawn_from(joint(TARGET, CONTROLS[name]), drawn.texts)
 
 
-@pytest.mark.slow
-def test_plain_decoding_and_rejection_are_two_samples_of_one_distribution() -> None:
-    """No answer of this file's own is needed for that. The samples have no seed in common."""
-    plain = draw_texts(TARGET, CONTROLS["all"], first_seed=0, num_texts=2400).texts
-    other = draw_texts(TARGET, CONTROLS["all"], first_seed=80_000, drafter=make_drafter("near"), k=4).texts
-    for window in WINDOWS:
-        table = np.stack([counted(plain, window), counted(other, window)])
-        often = table.sum(0) >= 20
-        table = np.concatenate([table[:, often], table[:, ~often].sum(1, keepdims=True) + 1e-9], 1)
-        assert chi2_contingency(table).pvalue > LEAST / len(WINDOWS), window
-
-
 # Rule reproduce: plain sampling -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["none", "all", "min_tokens"])
-@pytest.mark.slow_if(lambda name: name != "all")
+@pytest.mark.slow
+@pytest.mark.nightly_if(lambda name: name != "all")
 def test_reproduced_texts_are_plain_decoding_s_and_so_of_its_probabilities(name: str) -> None:
     params = replace(CONTROLS[name], n=3)
     plain = draw_texts(TARGET, params, first_seed=0, num_texts=2 * NUM_TEXTS).texts
@@ -347,6 +339,7 @@ RATES: dict[str, tuple[str, Callable[[], Drafter], float]] = {
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("case", RATES)
+@pytest.mark.slow_if(lambda k: k == 1)
 def test_proposals_are_accepted_as_often_as_computed_by_hand(case: str, k: int) -> None:
     rule, make, acceptance = RATES[case]
     params = SamplingParams(max_tokens=42)
@@ -370,7 +363,7 @@ def test_proposals_are_accepted_as_often_as_computed_by_hand(case: str, k: int) 
 
 @pytest.mark.parametrize("rule", ["reject", "reproduce"])
 @pytest.mark.parametrize("pairs", ["seeds", "samples", "positions"])
-@pytest.mark.slow_if(lambda pairs: pairs != "seeds")
+@pytest.mark.slow_if(lambda pairs, rule: (pairs, rule) != ("seeds", "reproduce"))
 def test_a_token_says_nothing_about_another(pairs: str, rule: str) -> None:
     """Of the neighbouring seed, of the request's other sample, of the next position: no model joins them here."""
     params = SamplingParams(max_tokens=LEN, n=2 if pairs == "samples" else 1)

@@ -228,7 +228,7 @@ def test_every_engine_gives_the_tokens_of_recompute(folder: Path, name: str) -> 
 @pytest.mark.parametrize("draft", ["self:1", "prompt-lookup"])
 @pytest.mark.parametrize("k", [1, 4, "auto"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow_if(lambda k: k == 1)
+@pytest.mark.slow_if(lambda k: k != 4)
 def test_speculation_does_not_change_the_tokens(folder: Path, llm: LLM, kind: str, k: Any, draft: str) -> None:
     drafted = make_llm(folder, draft=draft, speculate_k=k)
     for temperature in (0.0, 1.0):

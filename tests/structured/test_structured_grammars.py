@@ -91,6 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.slow_if(lambda case: case in ("large multipleOf", "many intersections", "conversion of newlines"))
+@pytest.mark.nightly_if(lambda case: case in ("many intersections", "conversion of newlines"))
 def test_it_is_refused_in_one_line_and_in_time(compiler: Grammars, case: str) -> None:
     given, message = REFUSED[case]
     start = time.monotonic()

@@ -243,8 +243,9 @@ print(json.dumps({"most": most, "errors": errors, "num_kept": len(made._cached)}
 SLACK = 64 << 20  # what one lexer and one mask may exceed MAX_GROWTH by, and what the allocator keeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "count, limit", [(12, 48 << 20), pytest.param(80, grammars.MAX_CACHED_BYTES, marks=pytest.mark.slow)]
+    "count, limit", [(12, 48 << 20), pytest.param(80, grammars.MAX_CACHED_BYTES, marks=pytest.mark.nightly)]
 )
 def test_the_memory_of_many_grammars_is_bounded(count: int, limit: int) -> None:
     """Of grammars whose lexers fill up, as 20,000 states of 2 kB did: 12 of them had 0.3 GB, and 16 0.5 GB."""

@@ -239,7 +239,8 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nth_write", range(1, 14))
-@pytest.mark.slow_if(lambda nth_write: nth_write not in (1, 5, 9))
+@pytest.mark.slow_if(lambda nth_write: nth_write != 5)
+@pytest.mark.nightly_if(lambda nth_write: nth_write % 2 == 0)
 def test_a_kill_between_any_two_files_loses_nothing(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, kind: str, nth_write: int
 ) -> None:

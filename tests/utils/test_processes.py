@@ -77,7 +77,6 @@ assert child.exitcode == 0
 assert tokens(llm) == expected
 """
 FIRST = PREPARE + "assert in_child(lambda: len(tokens(load())) != 3) == 0"
-slow_unless_common = pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
 ENGINES = [("native", "1"), ("native", "2"), ("static",), ("paged",), ("dynamic",), ("recompute",)]
 
 
@@ -98,7 +97,8 @@ def need(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=" ".join)
-@slow_unless_common
+@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
+@pytest.mark.nightly_if(lambda engine: engine not in (("native", "2"), ("static",)))
 def test_forked_children_generate(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     done = run(LOADED + FORKS, str(tiny_folder), *engine)
@@ -107,7 +107,7 @@ def test_forked_children_generate(engine: tuple[str, ...], tiny_folder: Path) ->
 
 
 @pytest.mark.parametrize("engine", ["native", "static"])
-@pytest.mark.slow_if(lambda engine: engine != "native")
+@pytest.mark.slow
 def test_a_forked_child_loads_the_first_model(engine: str, tiny_folder: Path) -> None:
     need(engine)
     run(FIRST, str(tiny_folder), engine)
@@ -142,7 +142,8 @@ assert in_child(lambda: tokens(load()) != expected) == 0
 
 
 @pytest.mark.parametrize("engine", [("native", "1"), ("native", "2"), ("static",)], ids=" ".join)
-@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
+@pytest.mark.slow
+@pytest.mark.nightly_if(lambda engine: engine == ("native", "1"))
 def test_a_fork_within_another_threads_step_works_or_is_an_error(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     run(LOADED + BUSY, str(tiny_folder), *engine)
@@ -183,7 +184,7 @@ print(time.monotonic(), flush=True)
 
 @pytest.mark.parametrize("engine", ENGINES[:-1], ids=" ".join)
 @pytest.mark.slow
-@pytest.mark.nightly_if(lambda engine: engine not in (("native", "1"), ("static",)))
+@pytest.mark.nightly_if(lambda engine: engine != ("native", "1"))
 def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     engine: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
