@@ -1,0 +1,154 @@
+"""Draw the pictures of the lessons from real runs of the ladder: `python docs/course/course.py pictures 01 02`."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COURSE = Path(__file__).resolve().parent
+FOLDER = COURSE / "pictures"
+sys.path.insert(0, str(COURSE.parents[1] / "ladder"))
+load = import_module("model").load
+
+GREY, BLUE, GREEN, RED, ORANGE = "#e8eaed", "#9ec5fe", "#a6d8a8", "#f4a7a3", "#ffd08a"
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    """Return a rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+
+
+def text(x: float, y: float, words: str, size: int = 16, anchor: str = "start", fill: str = "#202124") -> str:
+    """Return a line of text."""
+    font = f'font-family="DejaVu Sans" font-size="{size}" text-anchor="{anchor}" fill="{fill}"'
+    return f'<text x="{x:g}" y="{y:g}" {font} xml:space="preserve">{escape(words)}</text>'
+
+
+def key(*entries: tuple[str, str]) -> list[str]:
+    """Return the key of a picture, (fill, label) of each entry, in its first 50 pixels."""
+    parts, x = [], 20.0
+    for fill, label in entries:
+        parts += [rect(x, 16, 18, 18, fill), text(x + 25, 31, label)]
+        x += 45 + 9.2 * len(label)
+    return parts
+
+
+def save(name: str, width: float, height: float, parts: list[str]) -> None:
+    """Write NAME.png, on white."""
+    import vl_convert
+
+    body = f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}">{body}'
+    (FOLDER / f"{name}.png").write_bytes(recompressed(vl_convert.svg_to_png(svg, scale=1.5)))
+
+
+def recompressed(png: bytes) -> bytes:
+    """Return a PNG file with its pixels compressed as well as zlib can: a fifth of the bytes here."""
+    chunks, at = [], 8
+    while at < len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + size]))
+        at += 12 + size
+    pixels = zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
+    header = next(data for kind, data in chunks if kind == b"IHDR")
+    out = png[:8]
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(pixels, 9)), (b"IEND", b"")):
+        out += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return out
+
+
+def label(piece: str) -> str:
+    """Return the text of a token with its spaces and line ends visible."""
+    return piece.replace(" ", "·").replace("\n", "↵")
+
+
+def cells_of_steps(name: str, module: str, kept: str, fill: str) -> None:
+    """Draw the tokens of each step of a rung: those that came before, those that it computes, and the one it yields."""
+    model, encode, decode = load("shakespeare")
+    prompt, steps = encode("O Romeo,"), []
+    (output,) = import_module(module).generate(model, [prompt], 8, steps)
+    tokens = [label(decode([token])) for token in prompt + output]
+    x = [110.0]
+    for token in tokens:
+        x.append(x[-1] + 34 + 9 * len(token))
+    parts = key((fill, kept), (BLUE, "computed for the first time"), (GREEN, "the next token"))
+    for i, (_, num_computed, _) in enumerate(steps):
+        y, known = 56 + 44 * i, len(prompt) + i
+        num_old = known - 1 if i else 0  # of the tokens that an earlier step computed
+        parts += [text(20, y + 24, f"step {i + 1}"), text(x[-1] + 70, y + 24, str(num_computed), 18, "end")]
+        for j in range(known + 1):
+            color = GREEN if j == known else fill if j < num_old else BLUE
+            parts += [rect(x[j], y, x[j + 1] - x[j] - 4, 36, color)]
+            parts += [text((x[j] + x[j + 1]) / 2 - 2, y + 24, tokens[j], 17, "middle")]
+    bottom = 56 + 44 * len(steps)
+    parts.append(text(x[-1] + 70, 46, "computed", 16, "end"))
+    parts.append(text(x[-1] + 70, bottom + 22, f"sum {sum(T for _, T, _ in steps)}", 18, "end"))
+    save(name, x[-1] + 90, bottom + 38, parts)
+
+
+def picture_01() -> None:
+    """Draw what each step of the loop computes: all tokens."""
+    cells_of_steps("01", "01_recompute", "computed again", ORANGE)
+
+
+def picture_02() -> None:
+    """Draw what each step computes with a cache: the new token."""
+    cells_of_steps("02", "02_kv_cache", "keys and values kept", GREY)
+
+
+class Written(TorchDispatchMode):
+    """Sums the bytes that concatenation and assignment write to keys and values: tensors of four dimensions."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of PyTorch."""
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("cat", "copy_") and out.dim() == 4:
+            self.num_bytes += out.nbytes
+        return out
+
+
+def picture_03() -> None:
+    """Draw the bytes that each step of rungs 2 and 3 writes to the cache."""
+    model, encode, _ = load("shakespeare")
+    prompt, num_new, runs = encode("O Romeo,"), 200, []
+    for module in ("02_kv_cache", "03_static_cache"):
+        written: list[int] = []
+        with Written() as mode:
+
+            class Steps(list):  # type: ignore[type-arg]  # a rung appends to it after each step
+                def append(self, _: object, mode: Written = mode, written: list[int] = written) -> None:
+                    written.append(mode.num_bytes - sum(written))
+
+            import_module(module).generate(model, [prompt], num_new, Steps())
+        runs.append(written)
+    left, bottom, height, width, largest = 90, 380, 300, 800, max(runs[0])
+    parts = key((ORANGE, "rung 2: all keys and values"), (BLUE, "rung 3: those of the new tokens"))
+    for mb in (0, 0.5, 1, 1.5, 2, 2.5):
+        if (y := bottom - height * mb * 1e6 / largest) > 50:
+            parts += [rect(left, y, width, 1, GREY), text(left - 8, y + 5, f"{mb:g} MB", 15, "end")]
+    for fill, written in zip((ORANGE, BLUE), runs, strict=True):
+        step = width / num_new
+        for i, num_bytes in enumerate(written):
+            parts.append(
+                rect(left + i * step, bottom - height * num_bytes / largest, step, height * num_bytes / largest, fill)
+            )
+        place = bottom - height * written[-1] / largest
+        parts.append(text(left + width + 8, min(place + 6, bottom), f"{sum(written) / 1e6:.1f} MB in all", 15))
+    parts += [text(left + width * i / 200, bottom + 24, str(i), 15, "middle") for i in (0, 50, 100, 150, 200)]
+    parts.append(text(left + width / 2, bottom + 50, "step", 16, "middle"))
+    save("03", left + width + 150, bottom + 66, parts)
+
+
+def pictures(names: list[str]) -> None:
+    """Draw the pictures of some lessons, or of all."""
+    for name in names or sorted(n.removeprefix("picture_") for n in globals() if n.startswith("picture_")):
+        globals()[f"picture_{name}"]()
