@@ -36,7 +36,7 @@ OPTIONS = {
     "04": [FOUR], "05": [FOUR], "07": ["--bits 4"], "09": [FOUR], "10": ["--by eager"],
     "08": ["--draft shakespeare", '--prompt "To be, or not to be, that is" --max-new-tokens 24'],
 }  # fmt: skip
-BEFORE = {"07": "04", "08": "04", "10": "04"}  # whose speed a lesson compares with, if not the rung before
+BEFORE = {"07": "04", "08": "04", "09": "04", "10": "04"}  # whose speed a lesson compares with, if not the rung before
 PRINTED = r"s: (\S+) tokens/s\nlimit: (\S+) tokens/s at (\S+) GB/s and (\S+) GFLOP/s\nreached: (\S+)%"
 FENCE = re.compile(r"^```(\S+)[ ]?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)  # language, argument, body
 
@@ -99,11 +99,10 @@ def table(number: str, figures: dict[str, Any]) -> str:
         speed = f"{run['tokens_per_sec']:,.0f} | {min(rates):,.0f} to {max(rates):,.0f}"
         lines.append(f"| `{command}` | {speed} | {run['limit_tokens_per_sec']:,.0f} | {run['share_percent']:.0f}% |")
     speeds = [figures["runs"][own[0]][name] for name in ("bandwidth_gb_per_sec", "gflop_per_sec")]
-    note = f"{machine_name(figures)}, {figures['date']}, PyTorch {figures['versions']['torch']}: medians of"
-    limits = (
-        f"{figures['rounds']} rounds. The limits follow from about {speeds[0]:.0f} GB/s and {speeds[1]:.0f} GFLOP/s."
+    note = (
+        f"Medians of {figures['rounds']} rounds, PyTorch {figures['versions']['torch']}; the limits are those of about"
     )
-    return "\n".join([*lines, "", note, limits])
+    return "\n".join([*lines, "", f"{note} {speeds[0]:.0f} GB/s and {speeds[1]:.0f} GFLOP/s."])
 
 
 def machine_name(figures: dict[str, Any]) -> str:

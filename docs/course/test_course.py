@@ -42,9 +42,7 @@ def test_a_lesson_has_the_parts_in_order(page: Path) -> None:
     assert text.count("<details>") == text.count("</details>") == 1
     assert "<!-- figures -->\n| command" in section(page, "Expect")
     assert 2 <= len(re.findall(r"^- ", section(page, "Literature"), re.MULTILINE)) <= 4
-    commands = re.search(r"^```bash\n(.*?)^```", section(page, "Run"), re.MULTILINE | re.DOTALL)
-    assert commands is not None
-    assert "--check\n" in commands[1]
+    assert re.search(r"^python ladder/\S+ --check$", section(page, "Run"), re.MULTILINE)
 
 
 @of_each_lesson
@@ -72,13 +70,11 @@ def test_exercises_are_to_be_written_and_each_has_its_test(page: Path) -> None:
     for node in ast.parse((exercises / f"ex{number}.py").read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             assert ast.get_docstring(node), node.name
-            functions = [node, *(n for n in node.body if isinstance(n, ast.FunctionDef))]
-            bodies = [ast.unparse(f.body[-1]) for f in functions if isinstance(f, ast.FunctionDef)]
-            assert set(bodies) == {"raise NotImplementedError"}, node.name
+            assert "raise NotImplementedError" in ast.unparse(node), node.name
             todo.add(node.name)
     assert len(todo) == 3
     assert todo == set(re.findall(r"^\d\. `(\w+)`", section(page, "Exercises"), re.MULTILINE))
-    used = set(re.findall(r"exercise\.(\w+)\(", (exercises / f"test_{number}.py").read_text()))
+    used = set(re.findall(r"exercise\.(\w+)", (exercises / f"test_{number}.py").read_text()))
     assert todo <= used
 
 
