@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COURSE = Path(__file__).resolve().parent
@@ -18,6 +19,12 @@ sys.path.insert(0, str(COURSE.parents[1] / "ladder"))
 load = import_module("model").load
 
 GREY, BLUE, GREEN, RED, ORANGE = "#e8eaed", "#9ec5fe", "#a6d8a8", "#f4a7a3", "#ffd08a"
+REQUESTS = [  # as in the commands of lesson 9
+    "O Romeo, Romeo! wherefore art thou Romeo?",
+    "To be",
+    "First Citizen: Before we proceed any further, hear me speak. All: Speak, speak.",
+    "What say you, my lord? What say you now, my lord?",
+]
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -146,6 +153,115 @@ def picture_03() -> None:
     parts += [text(left + width * i / 200, bottom + 24, str(i), 15, "middle") for i in (0, 50, 100, 150, 200)]
     parts.append(text(left + width / 2, bottom + 50, "step", 16, "middle"))
     save("03", left + width + 150, bottom + 66, parts)
+
+
+def picture_08() -> None:
+    """Draw the target's steps: accepted and rejected proposals, and the target's own token."""
+    rung: Any = import_module("08_speculation")
+    rows: list[tuple[list[int], list[int]]] = []
+    model, encode, decode = load("shakespeare")
+    plain = rung.step
+
+    def step(m: Any, cache: Any, idx: torch.Tensor, pos: torch.Tensor, steps: Any) -> torch.Tensor:
+        logits: torch.Tensor = plain(m, cache, idx, pos, steps)
+        if m is model and int(pos[0, 0]):  # not the prompt
+            rows.append((idx[0].tolist(), logits[0].argmax(-1).tolist()))
+        return logits
+
+    rung.step = step
+    rung.generate(model, [encode("To be, or not to be, that is")], 24, [])
+    rung.step = plain
+    parts = key(
+        (GREY, "newest token"), (GREEN, "accepted proposal"), (RED, "rejected"), (BLUE, "the target's own token")
+    )
+    for i, (idx, chosen) in enumerate(rows):
+        y = 60 + 46 * i
+        n = [*(a == b for a, b in zip(idx[1:], chosen, strict=False)), False].index(False)
+        cells = [
+            (GREY, idx[0]),
+            *((GREEN if j < n else RED, token) for j, token in enumerate(idx[1:])),
+            (BLUE, chosen[n]),
+        ]
+        parts.append(text(20, y + 25, f"step {i + 1}"))
+        for j, (fill, token) in enumerate(cells):
+            x = 100 + 130 * j + 24 * (j > rung.K)
+            label = repr(decode([token]))[1:-1].replace(" ", "·")
+            parts += [rect(x, y, 124, 38, fill), text(x + 62, y + 25, label, 17, "middle")]
+    save("08", 920, 70 + 46 * len(rows), parts)
+
+
+def picture_09() -> None:
+    """Draw requests by steps: prompts in chunks, decoding, waiting, preemption."""
+    rung: Any = import_module("09_scheduler")
+    model, encode, _ = load("shakespeare")
+    prompts = [encode(prompt) for prompt in REQUESTS]
+    plain: Any = rung.Scheduler
+    requests: list[Any] = []
+    record: list[tuple[dict[int, tuple[int, bool]], dict[int, bool], int]] = []
+
+    class Recorded(plain):  # type: ignore[misc]
+        def __init__(self, new: list[Any], num_blocks: int) -> None:
+            super().__init__(new, num_blocks)
+            requests.extend(new)
+
+        def schedule(self) -> Any:
+            before, work = list(self.running), super().schedule()
+            new = {requests.index(r): (n, len(r.tokens) > len(prompts[requests.index(r)])) for r, n in work.items()}
+            waiting = {requests.index(r): r in before for r in self.waiting}  # whether it was preempted in this step
+            record.append((new, waiting, len(self.free)))
+            return work
+
+    rung.Scheduler = Recorded
+    rung.generate(model, prompts, 24, [], 8)
+    rung.Scheduler = plain
+    parts = key((BLUE, "prompt, with its tokens"), (GREEN, "one token"), (ORANGE, "computed again"), (GREY, "waits"))
+    bottom = 60 + 50 * len(prompts)
+    parts += [text(20, 84 + 50 * i, f"request {i + 1}") for i in range(len(prompts))]
+    parts += [text(20, bottom + 24, "free blocks"), text(20, bottom + 54, "step")]
+    for t, (new, waiting, num_free) in enumerate(record):
+        x = 130 + 26 * t
+        for i, (n, begun) in new.items():
+            parts.append(rect(x, 60 + 50 * i, 24, 38, (GREEN if n == 1 else ORANGE) if begun else BLUE))
+            parts += [text(x + 12, 85 + 50 * i, str(n), 14, "middle")] if n > 1 or not begun else []
+        for i, preempted in waiting.items():
+            parts.append(rect(x, 72 + 50 * i, 24, 14, GREY))
+            parts += [text(x + 12, 86 + 50 * i, "✕", 18, "middle", "#b3261e")] if preempted else []
+        parts.append(text(x + 12, bottom + 24, str(num_free), 14, "middle"))
+        parts.append(text(x + 12, bottom + 54, str(t + 1), 14, "middle", "#5f6368"))
+    save("09", 150 + 26 * len(record), bottom + 70, parts)
+
+
+def picture_10() -> None:
+    """Draw the operations of a step of PyTorch in their order, and the one call of `native`."""
+    rung: Any = import_module("10_launches")
+    rows: list[list[str]] = [[]]
+    model, encode, _ = load("shakespeare")
+    fills = {"linear": BLUE, "index_put_": GREEN, "scaled_dot_product_attention": RED, "view": GREY}
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            if name == "layer_norm" and rows[-1].count("linear") in (0, 4):  # the first of a layer, or the last of all
+                rows.append([])
+            rows[-1].append("view" if func.is_view or name == "detach_" else name)
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode():
+        step = rung.Eager(model, 1)
+        (token,) = step([encode("O Romeo,")])
+        with Names():
+            step([[token]])
+    kinds = ["product", "store keys, values", "attention", "other", "view: computes nothing"]
+    parts = key(*zip((BLUE, GREEN, RED, ORANGE, GREY), kinds, strict=True))
+    names = ["embedding", *(f"layer {i + 1}" for i in range(model.n_layer)), "head"]
+    for i, (name, row) in enumerate(zip(names, rows, strict=True)):
+        y = 58 + 36 * i
+        parts += [rect(120 + 26 * j, y, 23, 28, fills.get(operation, ORANGE)) for j, operation in enumerate(row)]
+        parts += [text(20, y + 20, name), text(130 + 26 * len(row), y + 20, str(len(row)))]
+    y, width = 74 + 36 * len(rows), 26 * max(map(len, rows))
+    parts += [text(20, y + 20, "native"), rect(120, y, width - 3, 28, BLUE), text(130 + width, y + 20, "1")]
+    parts.append(text(120 + width // 2, y + 20, "one call", 16, "middle"))
+    save("10", 180 + width, y + 44, parts)
 
 
 def pictures(names: list[str]) -> None:
