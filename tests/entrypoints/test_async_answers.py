@@ -56,7 +56,7 @@ class Gate:
                 raise error
             return search(template, *arguments)
 
-        for name in ("start", "find"):
+        for name in ("find",):
             gate = functools.partial(gated, getattr(ResponseTemplate, name))
             monkeypatch.setattr(ResponseTemplate, name, lambda *arguments, gate=gate: gate(*arguments))
 
