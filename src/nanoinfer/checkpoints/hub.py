@@ -159,15 +159,15 @@ def cached_models() -> list[LocalModel]:
         NanoinferError: the cache cannot be read.
     """
     import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
-        repos = huggingface_hub.scan_cache_dir().repos
+        repos = huggingface_hub.scan_cache_dir(HF_HUB_CACHE).repos
     except huggingface_hub.CacheNotFound:
         return []
     except (OSError, ValueError) as e:
-        where = escaped(Path(huggingface_hub.constants.HF_HUB_CACHE))
         raise NanoinferError(
-            f"the Hub's cache {where} cannot be read: {reason(e)}: set HF_HUB_CACHE to another one"
+            f"the Hub's cache {escaped(HF_HUB_CACHE)} cannot be read: {reason(e)}: set HF_HUB_CACHE to another one"
         ) from None
     models = []
     for repo in repos:

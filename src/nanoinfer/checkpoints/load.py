@@ -1,8 +1,9 @@
 """Load a model by name: built in, random, widened, a local folder or file (.pt, GGUF), or a Hub repository.
 
 A name is resolved in this order: `wide:<model>:<preset>` (transforms.py); built-in models; `random:<preset>`; an
-existing path; a Hub repository id. The path of a model.safetensors stands for its folder; a GGUF file is known by its
-suffix or its first bytes. If a folder `a` exists, `a/b` is a path and is not looked up on the Hub.
+existing path; a model in a Python package (packages.py); a Hub repository id. The path of a model.safetensors stands
+for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists, `a/b` is a path and is
+not looked up on the Hub.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed, tokenizer_files
+from nanoinfer.checkpoints import hub, huggingface, nanogpt, packages, packed, tokenizer_files
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.file import MAGIC
@@ -115,7 +116,7 @@ def load_model(
         return _widened(str(name), dtype, seed, tokenizer, max_model_len)
     name, path = str(name), _model_place(name)
     if not path.exists() and not name.startswith("random:"):
-        path = _from_hub(name)
+        path = _find(name)
     opener = next(opener for applies, opener in _FORMATS if applies(name, path))
     loaded, own_tokenizer = opener(name, path, dtype, seed)
     loaded.weights = loaded.weights.shortened(max_model_len)
@@ -288,8 +289,10 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
     return loaded
 
 
-def _from_hub(name: str) -> Path:
-    """Return the local folder or file of a model on the Hub. Raises NanoinferError if it is not on the Hub."""
+def _find(name: str) -> Path:
+    """Return the local folder or file of a model in a Python package or on the Hub. Raises NanoinferError without."""
+    if name in packages.PACKAGES:
+        return packages.find(name)
     parts = name.split("/")
     local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
     if not name.startswith(hub.SCHEME) and (
@@ -313,7 +316,7 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     `num_tokens`: of the model that it is for; a far larger one is refused before it is parsed.
     """
     name, path = str(name), _place(name)
-    path = path if path.exists() else _from_hub(name)
+    path = path if path.exists() else _find(name)
     if is_gguf(path):
         return gguf.open_tokenizer(path)
     if path.is_file() and path.name == nanogpt.TOKENIZER:

@@ -103,6 +103,7 @@ def _invoke(arguments: list[str]) -> int:
     """Run a sub-command; turn its errors into one line and an exit code."""
     if os.environ.get(COMPLETE):  # the shell requests completions: click prints them and exits
         app.main(arguments, "nanoinfer")
+    more: list[str] = []
     try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
         with app.make_context("nanoinfer", arguments) as context:
             app.invoke(context)
@@ -112,6 +113,10 @@ def _invoke(arguments: list[str]) -> int:
         message, code = e.format_message(), e.exit_code
         if (where := getattr(e, "ctx", None)) is not None:
             message = f"{message.rstrip('.')} (see `{where.command_path} --help`)"
+            if isinstance(e, click.MissingParameter) and where.command.name in ("chat", "serve"):  # the model
+                from nanoinfer.cli.lists import commands
+
+                more = ["Models on this machine:", *commands(where.command.name)]
     except ResultError as e:
         message, code = str(e), 1
     except NanoinferError as e:
@@ -122,5 +127,5 @@ def _invoke(arguments: list[str]) -> int:
         return 130
     else:
         return 0
-    terminal.complain(message)
+    terminal.complain(message, *more)
     return code

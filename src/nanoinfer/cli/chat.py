@@ -68,7 +68,7 @@ def chat(
     """Hold a conversation with a model that has a chat template.
 
     Examples:
-        nanoinfer chat path/to/model            # /help lists the commands
+        nanoinfer chat smollm2                  # /help lists the commands
         nanoinfer chat path/to/model --system "Be brief." --temp 0.5
         nanoinfer chat shakespeare --chat-template turns.jinja --engine native
         cat questions.txt | nanoinfer chat path/to/model    # one turn a line

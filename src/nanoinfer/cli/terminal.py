@@ -77,13 +77,13 @@ def _is_visible(c: str) -> bool:
     return c in "\n\t" or (c not in _DIRECTIONS and unicodedata.category(c) not in ("Cc", "Cs"))
 
 
-def complain(message: str) -> None:
-    """Print an error on stderr, in one line."""
+def complain(message: str, *more: str) -> None:
+    """Print an error on stderr, in one line, and further lines."""
     message = printable(message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
     try:
-        print(f"nanoinfer: error: {message}", file=sys.stderr, flush=True)
+        print(f"nanoinfer: error: {message}", *map(printable, more), sep="\n", file=sys.stderr, flush=True)
     except OSError:  # a full or closed stderr: the exit code still shows the failure
         drop(sys.stderr)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from nanoinfer.checkpoints import huggingface, nanogpt, packed
+from nanoinfer.checkpoints import huggingface, nanogpt, packages, packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.checkpoints.transforms import widened
@@ -76,5 +76,6 @@ def _path(name: str) -> Path | None:
     """Return the path for a name; None if it does not exist or cannot be one."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
         path = Path(name).expanduser()
-        return path if path.exists() else None
-    return None
+        if path.exists():
+            return path
+    return packages.find(name) if name in packages.PACKAGES else None
