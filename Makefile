@@ -17,6 +17,7 @@
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
+# make docs [SOURCE=https://...]   the site, into build/docs (Python 3.11); SOURCE: address of the repository's files, for links
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (90 minutes; installs the peers, OpenVINO and vLLM
 #     in environments of their own)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
@@ -43,7 +44,7 @@ endef
 
 SUITES := ladder peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint docs bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -183,6 +184,10 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --jobs auto -d build/doctrees \
+	  $(if $(SOURCE),-D source_url="$(SOURCE)") docs build/docs
+
 # Peers whose requirements differ from ours: environments that also have nanoinfer, without its native code. The
 # torchvision and torchcodec of the package index need the CUDA build of PyTorch, and text models need neither.
 .venv-openvino/installed: PEER := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0
@@ -238,6 +243,10 @@ quality: .venv/installed-torch
 
 .venv/installed-test: .venv/installed
 	$(call say,installing PyTorch and what the tests need into .venv,$(PIP) 'nanoinfer[test]' 'nanoinfer[lint]')
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	$(call say,installing Sphinx into .venv,$(PIP) 'nanoinfer[docs]')
 	@touch $@
 
 .venv/installed-clients: .venv/installed-test

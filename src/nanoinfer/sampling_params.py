@@ -194,7 +194,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Token ids that may be sampled (default: all)."""
     skip_special_tokens: bool = True
-    """Leave special tokens, such as <|im_end|>, out of the text."""
+    """Leave special tokens, such as `<|im_end|>`, out of the text."""
     spaces_between_special_tokens: bool = True
     """No effect, as in vLLM with fast tokenizers."""
     detokenize: bool = True

@@ -9,7 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,20 +164,21 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in names if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_options_that_a_page_names_exist(page: Path) -> None:
-    for name, rest in re.findall(
-        r"\bnanoinfer (generate|bench|eval|train|profile|roofline) ([^|#`]*)", page.read_text()
-    ):
-        line = rest.split("\n")[0]
-        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= options(name), f"{page.name}: nanoinfer {name} {line}"
+def test_code_of_the_site_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
+    pytest.importorskip("sphinx", reason="Sphinx needs Python 3.11")
+    import nanoinfer_site
+
+    shell = "cat a | nanoinfer generate --echo --no '--x' && nanoinfer nosuch\nnanoinfer eval \\\n  --wrong a # --y"
+    assert nanoinfer_site.error_of("bash", shell) == "nanoinfer does not have --no, nosuch, --wrong"
+    assert all(nanoinfer_site.error_of(*block) for block in (("python", "x = ["), ("json", '{"a": 1}\n{"b": ...}')))
+    pages = "".join(page.read_text() for page in ROOT.glob("*.md"))  # `make docs` checks those of docs/
+    assert nanoinfer_site.error_of("sh", "\n".join(re.findall(r"`(nanoinfer [^`]*)`", pages))) == ""
 
 
-@cache
-def options(name: str) -> set[str]:
-    command = [sys.executable, "-m", "nanoinfer", name, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(re.findall(r"--[a-z-]+", done.stdout))
+def test_pages_are_short() -> None:
+    lengths = {page.name: len(page.read_text().splitlines()) for page in CURRENT if page.parent != ROOT}
+    assert {name: length for name, length in lengths.items() if length > 200} == {}
 
 
 def anchors(page: Path) -> set[str]:
