@@ -47,5 +47,5 @@ def test_the_worked_example_is_the_file() -> None:
     assert "".join(without.split()) in "".join(source.split())
     (lines,) = re.findall(r"in (\d+) lines", page)
     assert int(lines) == len(shown.splitlines())
-    cases = re.findall(r"```python\n(\"starcoder2\".*?)```", page, re.S)[0].splitlines()
+    cases = re.findall(r"```text\n(\"starcoder2\".*?)```", page, re.S)[0].splitlines()
     assert all(line in (ROOT / "tests" / "helpers" / "families.py").read_text() for line in cases)
