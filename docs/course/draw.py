@@ -155,6 +155,185 @@ def picture_03() -> None:
     save("03", left + width + 150, bottom + 66, parts)
 
 
+def texts_of_checks() -> tuple[Any, list[list[int]]]:
+    """Return the built-in model and the four prompts of unequal lengths of each `--check`."""
+    model, encode, _ = load("shakespeare")
+    return model, [encode(prompt) for prompt in import_module("measure").PROMPTS]
+
+
+def picture_04() -> None:
+    """Draw the rows of two steps of a batch: what is computed, and which keys are read."""
+    rung: Any = import_module("04_batch")
+    model, prompts = texts_of_checks()
+    steps: list[Any] = []
+    plain, positions = rung.attend_with, []
+
+    def attend_with(k_cache: Any, v_cache: Any, pos: Any) -> Any:
+        positions.append(pos)
+        return plain(k_cache, v_cache, pos)
+
+    rung.attend_with = attend_with
+    rung.generate(model, prompts, 2, steps)
+    rung.attend_with = plain
+    size, left = 26, 110
+    parts = key((BLUE, "computed"), (ORANGE, "computed for padding"), (GREY, "read"), (RED, "read and masked"))
+    for step, pos in enumerate(positions):
+        top, num_read = 86 + 190 * step, int(pos.max()) + 1
+        own = sum(len(prompt) + step for prompt in prompts)
+        title = f"step 1 computes {pos.numel()} tokens, {own} of them of the texts"
+        if step:
+            title = (
+                f"step 2 computes {len(pos)} tokens, and reads keys at {steps[1][2]} places, {own} of them of the texts"
+            )
+        parts.append(text(20, top - 10, title))
+        for i, prompt in enumerate(prompts):
+            y, new = top + 38 * i, set(pos[i].tolist())
+            parts.append(text(20, y + 22, f"text {i + 1}"))
+            for j in range(num_read):
+                color = (BLUE if j < len(prompt) + step else ORANGE) if j in new else GREY if j < len(prompt) else RED
+                parts.append(rect(left + size * j, y, size - 2, 32, color))
+    save("04", left + size * (int(positions[1].max()) + 1) + 20, 86 + 190 * 2 - 20, parts)
+
+
+def picture_05() -> None:
+    """Draw the tables of four texts, and where each block's tokens come from."""
+    rung: Any = import_module("05_pages")
+    model, prompts = texts_of_checks()
+    origins: dict[tuple[int, int], str] = {}  # (block, place) -> color
+    snapshots: list[tuple[list[list[int]], dict[tuple[int, int], str], list[int]]] = []
+    ends: list[tuple[Any, list[list[int]]]] = []
+    plain_pool: Any = rung.Pool
+    plain_prefill, plain_attend = rung.prefill, rung.attend_with
+
+    class Recorded(plain_pool):  # type: ignore[misc]
+        def reserve(self, table: list[int], start: int, T: int) -> None:
+            before = list(table)
+            super().reserve(table, start, T)
+            for old, new in zip(before, table, strict=False):
+                if old != new:
+                    origins.update({(new, place): ORANGE for place in range(start % rung.BLOCK)})
+
+    def attend_with(pool: Any, tables: list[list[int]], pos: Any) -> Any:
+        for table, row in zip(tables, pos.tolist(), strict=True):
+            origins.update({(table[p // rung.BLOCK], p % rung.BLOCK): BLUE for p in row})
+        return plain_attend(pool, tables, pos)
+
+    def prefill(model: Any, pool: Any, prompts: Any, steps: Any) -> Any:
+        tables, tokens = plain_prefill(model, pool, prompts, steps)
+        snapshots.append(([list(table) for table in tables], dict(origins), list(pool.num_tables)))
+        ends.append((pool, tables))
+        return tables, tokens
+
+    rung.Pool, rung.prefill, rung.attend_with = Recorded, prefill, attend_with
+    rung.generate(model, prompts, 32, [])
+    rung.Pool, rung.prefill, rung.attend_with = plain_pool, plain_prefill, plain_attend
+    ((pool, tables),) = ends
+    snapshots.append((tables, origins, pool.num_tables))
+    parts = key(
+        (BLUE, "computed by this text"), (GREEN, "by an earlier one: shared"), (ORANGE, "copied"), (GREY, "free")
+    )
+    left, size, top = 100, 11, 86
+    for title, (tables, colors, num_tables) in zip(
+        ("after the prompts", "after 31 more tokens each"), snapshots, strict=True
+    ):
+        used = sum(n > 0 for n in num_tables)
+        parts.append(text(20, top - 12, f"{title}: {used} blocks in use, {sum(map(len, tables))} in tables"))
+        seen: set[int] = set()
+        for i, table in enumerate(tables):
+            y = top + 46 * i
+            parts.append(text(20, y + 22, f"text {i + 1}"))
+            for j, block in enumerate(table):
+                x = left + (rung.BLOCK * size + 40) * j
+                parts.append(text(x, y + 22, str(block), 14, fill="#5f6368"))
+                for place in range(rung.BLOCK):
+                    color = colors.get((block, place), GREY)
+                    color = GREEN if block in seen and color != GREY else color
+                    parts.append(rect(x + 24 + size * place, y, size - 1.5, 34, color))
+            seen.update(table)
+        top += 46 * len(tables) + 44
+    save("05", left + (rung.BLOCK * size + 40) * 4 + 10, top - 40, parts)
+
+
+def picture_06() -> None:
+    """Draw the choice of a token: probabilities, what is kept of them, the running sum in the vocabulary's order."""
+    rung: Any = import_module("06_sampling")
+    model, encode, decode = load("shakespeare")
+    logits_of: list[torch.Tensor] = []
+    plain, at = rung.sample, 12
+
+    def sample(logits: torch.Tensor, position: int, **sampling: Any) -> int:
+        logits_of.append(logits)
+        return int(plain(logits, position, **sampling))
+
+    rung.sample = sample
+    (output,) = rung.generate(model, [encode("O Romeo,")], at + 1, [], **rung.SAMPLING)
+    rung.sample = plain
+    options, logits, u = rung.SAMPLING, logits_of[at].double(), rung.uniform(rung.SAMPLING["seed"], at)
+    scaled = (logits - logits.max()) / options["temperature"]
+    probs, raw = scaled.softmax(-1), logits.softmax(-1)
+    kept = rung.kept_without_sort(scaled, options["top_k"], options["top_p"])
+    names = {i: label(decode([i])) for i in range(len(probs))}
+    order = probs.argsort(descending=True)[:18].tolist()
+    left, bottom, width, height = 60, 330, 52, 230
+    parts = key((BLUE, "kept"), (GREY, "dropped by top_p"), (GREEN, "chosen"), ("#202124", "at temperature 1"))
+    parts.append(text(20, 62, f"…{decode(output[at - 6 : at])}  _".replace("\n", "↵"), 17))
+    for j, i in enumerate(order):
+        x, (p, p_raw) = left + (width + 6) * j, (height * float(q[i] / probs[order[0]]) for q in (probs, raw))
+        color = GREEN if i == output[at] else BLUE if kept[i] else GREY
+        parts += [rect(x, bottom - p, width, p, color), rect(x - 2, bottom - p_raw - 1, width + 4, 2, "#202124")]
+        parts.append(text(x + width / 2, bottom + 22, names[i], 15, "middle"))
+        parts.append(text(x + width / 2, bottom - max(p, p_raw) - 7, f"{float(probs[i]):.1%}", 13, "middle"))
+    weights = torch.where(kept, probs, 0.0)
+    total, x, top = float(weights.sum()), float(left), bottom + 74.0
+    whole = (width + 6) * len(order) - 6
+    parts.append(text(left, top - 12, f"the {int(kept.sum())} kept tokens in the order of the vocabulary, and u"))
+    for i in kept.nonzero()[:, 0].tolist():
+        part = whole * float(weights[i]) / total
+        parts += [rect(x, top, part - 1.5, 44, GREEN if i == output[at] else BLUE)]
+        parts += [text(x + part / 2, top + 28, names[i], 15, "middle")] if part > 11 * len(names[i]) else []
+        x += part
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(text(left + whole * tick, top + 64, f"{tick:g}", 14, "middle"))
+    x = left + whole * u
+    parts += [
+        rect(x - 1.5, top - 8, 3, 60, "#b3261e"),
+        text(x, top + 68, f"u = {u:.3f}", 15, "middle", "#b3261e"),
+    ]
+    save("06", left + whole + 30, top + 84, parts)
+
+
+def picture_07() -> None:
+    """Draw two groups of weights with the levels of 4 bits, and the errors of 8 and of 4 bits."""
+    rung: Any = import_module("07_fewer_bits")
+    linear = load("shakespeare")[0].transformer.h[0].mlp.c_fc
+    row, n = 658, 2 * rung.GROUP
+    with torch.no_grad():
+        w = linear.weight.detach()[row, :n]
+        rounded = {bits: rung.QuantizedLinear(linear, bits).weight()[row, :n] for bits in (8, 4)}
+        scales = rung.QuantizedLinear(linear, 4).scale[row, :2, 0].tolist()
+    left, middle, step = 80, 220, 13
+    tall = 150 / float(w.abs().max())
+    parts = key((BLUE, "weight"), (ORANGE, "rounded to 4 bits"), ("#5f6368", "levels of 4 bits"))
+    for group, scale in enumerate(scales):
+        x, width = left + group * step * rung.GROUP, step * rung.GROUP - 8
+        parts += [rect(x, middle - level * scale * tall - 0.5, width, 1, "#5f6368") for level in range(-7, 8)]
+    for i in range(n):
+        x, y, r = left + step * i, float(w[i]) * tall, float(rounded[4][i]) * tall
+        parts.append(rect(x, middle - max(y, 0), step - 5, abs(y), BLUE))
+        parts.append(rect(x - 1, middle - r - 2.5, step - 3, 5, ORANGE))
+    parts.append(text(left - 8, middle + 5, "0", 15, "end"))
+    largest = max(float((w - r).abs().max()) for r in rounded.values())
+    for j, (bits, values) in enumerate(rounded.items()):
+        base = 450 + 110 * j
+        parts.append(rect(left, base, step * n, 1, "#202124"))
+        parts.append(text(left - 8, base + 5, f"{bits} bits", 15, "end"))
+        for i, error in enumerate((values - w).tolist()):
+            h = abs(error) / largest * 40
+            parts.append(rect(left + step * i, base - h if error > 0 else base, step - 5, h, RED))
+    parts.append(text(left, 396, f"errors of the same {n} weights, enlarged {40 / largest / tall:.1f} times", 16))
+    save("07", left + step * n + 20, 620, parts)
+
+
 def picture_08() -> None:
     """Draw the target's steps: accepted and rejected proposals, and the target's own token."""
     rung: Any = import_module("08_speculation")
