@@ -306,7 +306,7 @@ def picture_07() -> None:
     """Draw two groups of weights with the levels of 4 bits, and the errors of 8 and of 4 bits."""
     rung: Any = import_module("07_fewer_bits")
     linear = load("shakespeare")[0].transformer.h[0].mlp.c_fc
-    row, n = 658, 2 * rung.GROUP
+    row, n = 15, 2 * rung.GROUP
     with torch.no_grad():
         w = linear.weight.detach()[row, :n]
         rounded = {bits: rung.QuantizedLinear(linear, bits).weight()[row, :n] for bits in (8, 4)}
@@ -330,7 +330,9 @@ def picture_07() -> None:
         for i, error in enumerate((values - w).tolist()):
             h = abs(error) / largest * 40
             parts.append(rect(left + step * i, base - h if error > 0 else base, step - 5, h, RED))
-    parts.append(text(left, 396, f"errors of the same {n} weights, enlarged {40 / largest / tall:.1f} times", 16))
+    ratio = float((rounded[4] - w).norm() / (rounded[8] - w).norm())
+    title = f"errors, enlarged {40 / largest / tall:.1f} times; those of 4 bits are {ratio:.0f} times those of 8"
+    parts.append(text(left, 396, f"{title} (root mean square)", 16))
     save("07", left + step * n + 20, 620, parts)
 
 
