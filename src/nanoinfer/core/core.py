@@ -159,7 +159,7 @@ class Core:
         Raises:
             QueueFull: max_num_queued requests would not be enough. None of them is queued.
         """
-        self._locked(lambda: self._submit(requests))
+        self.between_steps(lambda: self._submit(requests))
 
     def _submit(self, requests: Seq[Request]) -> None:
         self.scheduler.add(*requests)
@@ -177,7 +177,7 @@ class Core:
     def abort(self, *requests: Request) -> None:
         """End requests now and free their resources. Their outputs keep the tokens generated so far."""
         self.cancel(requests)
-        self._locked(lambda: None)
+        self.between_steps(lambda: None)
 
     def reset_prefix_cache(self) -> None:
         """Close all idle sequences."""
@@ -186,19 +186,19 @@ class Core:
             while self.scheduler.cache.close_oldest():
                 pass
 
-        self._locked(lambda: self._guarded(close_all))
+        self.between_steps(lambda: self._guarded(close_all))
 
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        return self._locked(lambda: self.scheduler.unfinished)
+        return self.between_steps(lambda: self.scheduler.unfinished)
 
     def output(self, request: Request) -> RequestOutput:
         """Return a request's output so far, between two steps: see `OutputProcessor.output`.
 
         That of a request that has ended waits for no step.
         """
-        return request.output or self._locked(lambda: self.outputs.output(request))
+        return request.output or self.between_steps(lambda: self.outputs.output(request))
 
     # The step --------------------------------------------------------------------------------------------
 
@@ -228,7 +228,9 @@ class Core:
                         for step in self._split(scheduled):
                             tokens = self._steps.run(step, self.observer)
                             deltas += self._postprocess(step.work, tokens, step.faults)
-                        self.scheduler.prefill_limit.note(num_prefill(scheduled), self.clock() - start)
+                        seconds = self.clock() - start
+                        self.scheduler.prefill_limit.note(num_prefill(scheduled), seconds)
+                        self.observer.stepped(seconds)
             except BaseException as e:
                 self._recover(e)
                 raise
@@ -249,7 +251,7 @@ class Core:
 
     def _may_launch(self) -> bool:
         """Return whether the next step can be launched before the tokens of the previous one are read."""
-        if self._overlap is None or any(not r.finished for r in self._speculators):
+        if self._overlap is None or self.observer.reads_logits or any(not r.finished for r in self._speculators):
             return False
         return self._overlap.may_run()
 
@@ -281,7 +283,7 @@ class Core:
             return None
 
         while not results:
-            if (error := self._locked(lambda: self._guarded(use_if_open))) is not None:
+            if (error := self.between_steps(lambda: self._guarded(use_if_open))) is not None:
                 raise error
             if not results:
                 self.step(until=lambda: self.scheduler.can_open(num_tokens))
@@ -289,7 +291,7 @@ class Core:
 
     # Operations ------------------------------------------------------------------------------------------
 
-    def _locked(self, operation: Callable[[], T]) -> T:
+    def between_steps(self, operation: Callable[[], T]) -> T:
         """Run an operation between two others, which changes no running sequence if it raises."""
         with self._waiting, self._lock_in_turn():
             self._begin()

@@ -44,7 +44,10 @@ SAMPLER = "sampler"
 
 
 class Observer(Protocol):
-    """Observes the steps of a core, for profiling. Set `core.observer` between two steps."""
+    """Observes the steps of a core, for profiling. Set `core.observer` between two steps (`Core.between_steps`)."""
+
+    reads_logits: bool
+    """Whether `sampled` and `stepped` are to be called for every step: then no step is overlapped with the next one."""
 
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that is entered before a call of `part` (ENGINE or SAMPLER), and exited after it."""
@@ -52,10 +55,14 @@ class Observer(Protocol):
     def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
         """Called after sampling: the sequences that sampled, the step's logits (M, V), and the tokens of each."""
 
+    def stepped(self, seconds: float) -> None:
+        """Called at the end of a step that is not overlapped, with its time."""
+
 
 class NoObserver:
     """The default observer; does nothing."""
 
+    reads_logits = False
     _nothing = nullcontext()
 
     def span(self, part: str) -> AbstractContextManager[object]:
@@ -63,6 +70,9 @@ class NoObserver:
         return self._nothing
 
     def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
+        """Do nothing."""
+
+    def stepped(self, seconds: float) -> None:
         """Do nothing."""
 
 

@@ -1,9 +1,8 @@
 "use strict";
 // Shows one step of a recording at a time. What a step shows is computed from the recording alone, so any step can be
-// shown after any other.
+// shown after any other. The recording is in the page, or comes as a message from the page that has opened this one.
 
-const recording = JSON.parse(document.getElementById("recording").textContent);
-const { steps, sequences, prompts } = recording;
+let recording, steps, sequences, prompts;
 const byId = (id) => document.getElementById(id);
 let step = 0; // steps that have been done
 let chosen = null; // {sequence, index}: the output token whose candidates are shown; null: the newest
@@ -151,7 +150,8 @@ function showBlocks() {
 }
 
 const SVG = "http://www.w3.org/2000/svg";
-const [CELL, HEIGHT, LEFT] = [Math.max(5, Math.min(18, Math.floor(900 / Math.max(1, steps.length)))), 16, 30];
+const [HEIGHT, LEFT] = [16, 30];
+let cell; // width of a step
 
 function svg(name, attributes, text) {
   const e = document.createElementNS(SVG, name);
@@ -161,19 +161,20 @@ function svg(name, attributes, text) {
 }
 
 function drawTimeline() {
-  const picture = svg("svg", { width: LEFT + CELL * steps.length + 4, height: HEIGHT * sequences.length + 6, role: "img",
+  cell = Math.max(5, Math.min(18, Math.floor(900 / Math.max(1, steps.length))));
+  const picture = svg("svg", { width: LEFT + cell * steps.length + 4, height: HEIGHT * sequences.length + 6, role: "img",
     "aria-label": "Which sequence ran in which step" });
   sequences.forEach((_, i) => {
     picture.append(svg("text", { x: 0, y: i * HEIGHT + 14 }, label(i)));
     steps.forEach((s, at) => {
       const row = rowOf(at, i);
       const look = s.preempted.includes(i) ? "preempted" : row ? kind(row) : s.waiting.includes(i) ? "waits" : null;
-      if (look) picture.append(svg("rect", { x: LEFT + at * CELL, y: i * HEIGHT + 3, width: CELL - 1, height: HEIGHT - 3, class: look }));
+      if (look) picture.append(svg("rect", { x: LEFT + at * cell, y: i * HEIGHT + 3, width: cell - 1, height: HEIGHT - 3, class: look }));
     });
   });
-  picture.append(svg("rect", { class: "mark", y: 1, width: CELL + 1, height: HEIGHT * sequences.length + 3, rx: 2 }));
+  picture.append(svg("rect", { class: "mark", y: 1, width: cell + 1, height: HEIGHT * sequences.length + 3, rx: 2 }));
   picture.addEventListener("click", (event) => {
-    go(1 + Math.floor((event.clientX - picture.getBoundingClientRect().left - LEFT) / CELL));
+    go(1 + Math.floor((event.clientX - picture.getBoundingClientRect().left - LEFT) / cell));
   });
   byId("timeline").append(picture);
 }
@@ -186,7 +187,7 @@ function show() {
   showCandidates();
   showBlocks();
   const mark = document.querySelector("#timeline .mark");
-  mark.setAttribute("x", LEFT - 1 + (step - 1) * CELL);
+  mark.setAttribute("x", LEFT - 1 + (step - 1) * cell);
   mark.setAttribute("visibility", step > 0 ? "visible" : "hidden");
 }
 
@@ -203,25 +204,46 @@ function play(on) {
   byId("play").textContent = on ? "❚❚" : "▶▶";
 }
 
-const actions = { first: () => go(0), back: () => go(step - 1), next: () => go(step + 1), last: () => go(steps.length) };
-const keys = { Home: "first", ArrowLeft: "back", ArrowRight: "next", End: "last" };
-for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", () => { play(false); action(); });
-byId("play").addEventListener("click", () => play(timer === null));
-byId("slider").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey) return;
-  if (keys[event.key]) {
-    event.preventDefault();
-    play(false);
-    actions[keys[event.key]]();
-  } else if (event.key === " " && event.target.tagName !== "BUTTON") {
-    event.preventDefault();
-    play(timer === null);
-  }
-});
-if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("play").hidden = true; // nothing moves by itself
-byId("about").textContent = `${recording.model}, engine ${recording.engine} on ${recording.device}, weights in ${recording.weights}` +
-  `${recording.draft ? `, draft ${recording.draft}` : ""}. Arrow keys, Home, End and space move.`;
-byId("slider").max = steps.length;
-drawTimeline();
-go(location.hash ? Number(location.hash.slice(1)) || 0 : 1);
+function addControls() {
+  const actions = { first: () => go(0), back: () => go(step - 1), next: () => go(step + 1), last: () => go(steps.length) };
+  const keys = { Home: "first", ArrowLeft: "back", ArrowRight: "next", End: "last" };
+  for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", () => { play(false); action(); });
+  byId("play").addEventListener("click", () => play(timer === null));
+  byId("slider").addEventListener("input", (event) => { play(false); go(Number(event.target.value)); });
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    if (keys[event.key]) {
+      event.preventDefault();
+      play(false);
+      actions[keys[event.key]]();
+    } else if (event.key === " " && event.target.tagName !== "BUTTON") {
+      event.preventDefault();
+      play(timer === null);
+    }
+  });
+}
+
+function start(data) {
+  recording = data;
+  ({ steps, sequences, prompts } = recording);
+  for (const e of document.querySelectorAll("nav, main")) e.hidden = false;
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("play").hidden = true; // nothing moves by itself
+  byId("about").textContent = `${recording.model}, engine ${recording.engine} on ${recording.device}, weights in ${recording.weights}` +
+    `${recording.draft ? `, draft ${recording.draft}` : ""}. Arrow keys, Home, End and space move.`;
+  byId("slider").max = steps.length;
+  addControls();
+  drawTimeline();
+  go(location.hash ? Number(location.hash.slice(1)) || 0 : 1);
+}
+
+const data = byId("recording").textContent;
+if (data) start(JSON.parse(data));
+else if (window.opener) {
+  byId("about").textContent = "The server generates the request again and records the steps.";
+  addEventListener("message", ({ origin, source, data: { recording: received, error } }) => {
+    if (origin !== location.origin || source !== window.opener || recording) return;
+    if (received) start(received);
+    else byId("about").textContent = error;
+  });
+  window.opener.postMessage("recording", location.origin);
+} else byId("about").textContent = "Open this page by the link of the server's page.";

@@ -13,6 +13,7 @@ The pool of the engine `native` (kernels/cpu/model/cache.cpp) gives the same tab
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoinfer.errors import NanoinferError
@@ -46,6 +47,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Blocks in no table."""
         return len(self._free)
+
+    @property
+    def handles(self) -> Collection[int]:
+        """The open sequences."""
+        return self._sequences.keys()
 
     def length(self, handle: int) -> int:
         """Return the number of tokens in a sequence."""

@@ -63,7 +63,7 @@ _PART_OF = {  # last component of a module's name -> its part
 PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 
 
-class Spans:
+class Spans(NoObserver):
     """Observer of the core that counts the entries of each part, and measures its wall time without its inner spans.
 
     Args:
@@ -85,9 +85,6 @@ class Spans:
             yield
         finally:
             self.leave()
-
-    def sampled(self, *step: object) -> None:
-        """Do nothing: what was sampled takes no time."""
 
     def enter(self, part: str) -> None:
         """Begin a span inside the current one; time now counts for it."""

@@ -46,6 +46,7 @@ ROUTES = (
     RouteSpec("GET", "/metrics", routes.metrics),
     RouteSpec("GET", "/openapi.json", routes.openapi),
     RouteSpec("POST", "/page/markdown", page_routes.markdown),
+    RouteSpec("POST", "/page/explain", generation.explain),
 )
 """The routes, from which the application and the OpenAPI document are made."""
 

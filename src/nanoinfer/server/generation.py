@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_streams import Found, MergedStreams
 from nanoinfer.errors import NanoinferError
+from nanoinfer.explain.record import Recorder
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
 from nanoinfer.protocols.output import check_finite, num_values
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.protocols.shared import Shape
@@ -29,29 +32,70 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
     """
-    shape = SHAPES[scope["path"]]
-
-    def convert(body: Mapping[str, Any]) -> GenerationRequest:
-        request = service.parse(scope["path"], body)
-        with _names_of(shape, request):
-            check_request(request, service.config, *service.sizes)
-        return request
-
-    request = await service.bodies.read(receive, convert)
+    path, shape = scope["path"], SHAPES[scope["path"]]
+    request = await service.bodies.read(receive, lambda body: _parsed(service, path, body))
     request_id = new_id()
+    salt = combined_salt(scope, request.cache_salt)
+    with _started(service, scope, shape, request, request_id, salt) as merged:
+        # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it.
+        if request.stream:
+            connection = scope.get("extensions", {}).get(CONNECTION)
+            writing = _stream(service, shape, request, request_id, merged, send, connection)
+        else:
+            writing = _answer(service, shape, request, request_id, merged, send)
+        await asyncio.create_task(writing)
+
+
+async def explain(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Generate for one prompt or chat again, and return a recording of the steps for the page.
+
+    It shares no prefix, so the recording begins with the whole prompt, and does not show what others have asked.
+    """
+
+    def convert(body: Mapping[str, Any]) -> tuple[str, GenerationRequest]:
+        path = CHAT if "messages" in body else COMPLETIONS
+        left_out = ("logprobs", "top_logprobs", "stream", "stream_options")  # the response has nothing of them
+        request = _parsed(service, path, {name: value for name, value in body.items() if name not in left_out})
+        if len(request.prompts) > 1:
+            raise FieldError(f"prompt: {len(request.prompts)} prompts cannot be recorded together: send one", "prompt")
+        return path, request
+
+    path, request = await service.bodies.read(receive, convert)
+    with service.quotas.recordings.holding(1):
+        salt, run = secrets.token_hex(16), service.recording.run
+        recorder = Recorder(service.llm.llm, salt=salt)
+        try:
+            await run(recorder.attach)
+            with _started(service, scope, SHAPES[path], request, new_id(), salt) as merged:
+                async for _ in merged:
+                    pass
+            recording = await run(recorder.recording)
+        except NanoinferError as e:  # the recorder may have ended the request
+            raise (recorder.error or e) from None
+        finally:
+            service.recording.put(recorder.detach)  # waits for the end of a step: not in the event loop
+    await service.bodies.respond(send, recording.document, LARGE_VALUES + 1)
+
+
+def _parsed(service: Service, path: str, body: Mapping[str, Any]) -> GenerationRequest:
+    request = service.parse(path, body)
+    with _names_of(SHAPES[path], request):
+        check_request(request, service.config, *service.sizes)
+    return request
+
+
+@contextmanager
+def _started(
+    service: Service, scope: Scope, shape: Shape, request: GenerationRequest, request_id: str, salt: str | None
+) -> Iterator[MergedStreams]:
+    """Yield the outputs of a request, whose prompts are queued when they are read. At the end, all of it ends."""
     bounds = TokenBounds(request, service.sizes, service.config, service.quotas)
     with _names_of(shape, request):
-        streams = service.start(request, request_id, combined_salt(scope, request.cache_salt), bounds.check)
+        streams = service.start(request, request_id, salt, bounds.check)
         with service.metrics.watch(scope, request.params, len(streams)) as watch:
             merged = MergedStreams(streams, watch.receive)
             try:
-                # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it.
-                if request.stream:
-                    connection = scope.get("extensions", {}).get(CONNECTION)
-                    writing = _stream(service, shape, request, request_id, merged, send, connection)
-                else:
-                    writing = _answer(service, shape, request, request_id, merged, send)
-                await asyncio.create_task(writing)
+                yield merged
             finally:
                 merged.close()
                 bounds.release()

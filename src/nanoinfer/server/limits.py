@@ -129,6 +129,7 @@ class Quotas:
     def __init__(self, config: ServerConfig) -> None:
         self.values = Quota(MAX_EMBEDDING_VALUES, "values of embeddings")
         self.entries = Quota(NUM_ENTRIES_IN_FLIGHT * config.max_logprob_entries, "log-probabilities")
+        self.recordings = Quota(1, "recording")
 
 
 class TokenBounds:

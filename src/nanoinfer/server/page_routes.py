@@ -1,5 +1,7 @@
 """The page at `/`: its files, with a strict Content-Security-Policy, and /page/markdown, which it calls.
 
+/page/explain.html is the page of a recording without a recording: the page at `/` sends it that of its last request.
+
 `routes()` reads the files of page/ once. No file is read because of a request. The files are the same for everybody and
 have nothing of the model in them, so no API key is needed for them: the page asks for the key when /info answers 401.
 
@@ -23,18 +25,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.errors import missing_extra
+from nanoinfer.explain.page import page, policy
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.http import LARGE_VALUES
 from nanoinfer.server.service import Service
 
 FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-)
+SOURCES = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
+NOTHING_ELSE = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+EXPLAIN = "/page/explain.html"
 HEADERS = {
-    "Content-Security-Policy": CSP,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -44,8 +45,11 @@ HEADERS = {
 
 
 def routes() -> list[Route]:
-    """Return a route for each file of the page: / is index.html, the others are /page/NAME."""
-    return [_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES]
+    """Return a route for each file of the page: / is index.html, the others are /page/NAME; and EXPLAIN."""
+    files = [path for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES]
+    paths = ["/" if file.name == "index.html" else f"/page/{file.name}" for file in files]
+    own = [_route(path, file.read_bytes(), file.suffix, SOURCES) for path, file in zip(paths, files, strict=True)]
+    return [*own, _route(EXPLAIN, page(None).encode(), ".html", policy())]
 
 
 def paths() -> frozenset[str]:
@@ -53,16 +57,16 @@ def paths() -> frozenset[str]:
     return frozenset(route.path for route in routes())
 
 
-def _route(path: Path) -> Route:
-    content = path.read_bytes()
+def _route(path: str, content: bytes, suffix: str, sources: str) -> Route:
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
+    headers["Content-Security-Policy"] = f"{sources}; {NOTHING_ELSE}"
 
     async def serve(request: Request) -> Response:
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return Response(content, media_type=MEDIA_TYPES[path.suffix], headers=headers)
+        return Response(content, media_type=MEDIA_TYPES[suffix], headers=headers)
 
-    return Route("/" if path.name == "index.html" else f"/page/{path.name}", serve)
+    return Route(path, serve)
 
 
 if TYPE_CHECKING:

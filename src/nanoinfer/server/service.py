@@ -23,6 +23,7 @@ from nanoinfer.server.http import Bodies
 from nanoinfer.server.limits import Quotas, check_logprobs
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
+from nanoinfer.utils.workers import Workers
 
 log = logging.getLogger("nanoinfer.server")
 SHAPES = {**output.SHAPES, RESPONSES: responses.SHAPE, MESSAGES: messages.SHAPE}
@@ -51,6 +52,7 @@ class Service:
         self.bodies = Bodies()
         self._left_out: set[str] = set()  # what a line of the log has named
         self.quotas = Quotas(config)
+        self.recording = Workers("nanoinfer-record", 1)
         self.metrics = Metrics(llm, self.names[0])
         chosen, of_model = config.default_max_tokens, llm.llm.requests.defaults
         of_chats = of_model.max_tokens if "max_new_tokens" in llm.llm.model.sampling_defaults else None

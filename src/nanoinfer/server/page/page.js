@@ -16,6 +16,7 @@ let info = null; // of /info
 let controls = null; // of the sampling parameters
 let chatControls = null; // of the other fields of a chat
 let editing = null; // the place in the conversation of the message that is edited
+let last = null; // the last request: its body, and later the promise of its recording
 let tried; // what the last request should change in the conversation; undefined: to add the prompt
 let running = null; // the AbortController of the request that runs
 let needsKey = Boolean(apiKey.get());
@@ -96,11 +97,12 @@ function requestBody(chat, { at, added } = asked()) {
   return { model: info.model, messages, ...chatControls.values(), ...parameters, stream: true };
 }
 
-/** Add what the page needs: token ids, log-probabilities, counts. */
+/** Add what the page needs: token ids, log-probabilities, counts, and a seed to generate the same again. */
 function forDisplay(body, chat) {
   const { logprobs } = controls;
   const top = logprobs === null ? {} : chat ? { logprobs: true, top_logprobs: logprobs } : { logprobs };
-  return { ...body, ...top, return_token_ids: true, stream_options: { include_usage: true } };
+  const seed = Math.floor(Math.random() * 2 ** 32); // as the server chooses one
+  return { seed, ...body, ...top, return_token_ids: true, stream_options: { include_usage: true } };
 }
 
 function showCode() {
@@ -136,7 +138,10 @@ async function send(change) {
     atEnd = true;
     draw(answer);
     const start = performance.now();
-    const response = await request(chat ? CHAT : COMPLETIONS, forDisplay(body, chat), running.signal);
+    const sent = forDisplay(body, chat);
+    const response = await request(chat ? CHAT : COMPLETIONS, sent, running.signal);
+    last = { body: sent };
+    byId("explain").hidden = false;
     for await (const chunk of events(response)) {
       answer.add(chunk, performance.now() - start);
       draw(answer);
@@ -238,6 +243,19 @@ function showSpeed(answer) {
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
 }
 
+/** Send the recording of the last request to the page that the link has opened, which requests it. */
+async function explain({ origin, source, data }) {
+  if (origin !== location.origin || data !== "recording" || !last) return;
+  const asked = last;
+  try {
+    asked.recording ??= request("page/explain", asked.body).then((response) => response.json());
+    source.postMessage({ recording: await asked.recording }, origin);
+  } catch (error) {
+    asked.recording = undefined;
+    source.postMessage({ error: error.message }, origin);
+  }
+}
+
 // Errors ------------------------------------------------------------------------------------------------------
 
 function showError(error) {
@@ -331,6 +349,7 @@ document.addEventListener("keydown", (event) => {
 transcript.addEventListener("scroll", () => {
   atEnd = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < 40;
 });
+window.addEventListener("message", explain);
 document.addEventListener("input", (event) => {
   if (event.target.name === "mode") showMode();
   else showCode();
