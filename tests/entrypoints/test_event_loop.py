@@ -176,6 +176,7 @@ CASES: dict[str, list[Route]] = {
     "GET /metrics": [Route()],
     "GET /openapi.json": [Route()],
     "POST /page/markdown": [Route({"text": "# a\n- b"}), Route({"text": "*a* " * 5000}), Route({}, status=400)],
+    "POST /page/explain": [Route({"prompt": "a", "max_tokens": 3}, waits=True), Route({}, status=400)],
     "GET of the page": [Route(path=route.path) for route in page_routes.routes()],
 }
 

@@ -342,6 +342,7 @@ VALID: dict[str, Callable[[Client], Any]] = {
     DETOKENIZE: Client.detokenize,
     EMBEDDINGS: Client.embed,
     "/page/markdown": lambda client: client.ask("POST", "/page/markdown", {"text": "*a*"}).read(),
+    "/page/explain": lambda client: client.ask("POST", "/page/explain", {"prompt": "a", "max_tokens": 3}).read(),
     **{path: (lambda client, path=path: client.get(path))
        for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},
 }  # fmt: skip

@@ -49,6 +49,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     COUNT_TOKENS: [{"model": "tiny", "messages": HI, "system": "b"}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
     "/page/markdown": [{"text": "*a* [b](https://c)"}],
+    "/page/explain": [{"prompt": "a", "max_tokens": 3}],
     CHAT: [{"messages": HI, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
     RESPONSES: [{"input": "a", "max_output_tokens": 4, "stream": stream} for stream in (False, True)],
     COMPLETIONS: [
