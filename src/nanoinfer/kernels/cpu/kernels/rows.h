@@ -200,11 +200,11 @@ NI_INLINE void prepare_group_tiles(const float* x, std::int64_t n, std::int64_t 
 NI_INLINE i32x16 add_quads(const i32x16* q) {
   const vi even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, low = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
   const vi order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  const auto pick = [](vi a, vi b, vi from) { return (vi)_mm512_permutex2var_epi32((__m512i)a, (__m512i)from, (__m512i)b); };
   vi pairs[2];
-  for (int i = 0; i < 2; ++i)
-    pairs[i] = __builtin_shuffle(q[2 * i].v[0], q[2 * i + 1].v[0], even) + __builtin_shuffle(q[2 * i].v[0], q[2 * i + 1].v[0], even + 1);
-  const vi all = __builtin_shuffle(pairs[0], pairs[1], low) + __builtin_shuffle(pairs[0], pairs[1], low + 2);
-  return {__builtin_shuffle(all, order)};
+  for (int i = 0; i < 2; ++i) pairs[i] = pick(q[2 * i].v[0], q[2 * i + 1].v[0], even) + pick(q[2 * i].v[0], q[2 * i + 1].v[0], even + 1);
+  const vi all = pick(pairs[0], pairs[1], low) + pick(pairs[0], pairs[1], low + 2);
+  return {pick(all, all, order)};
 }
 
 // The same for blocks of 256 with one scale (blocks_amx.h), and for each a row of a tile of sums of 16 int8, negative, as two bfloat16: a
