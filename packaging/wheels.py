@@ -26,7 +26,7 @@ Dir::Etc::sourcelist "{0}/sources.list"; Dir::Etc::sourceparts "-"; Dir::State::
 Dir::State::status "/dev/null"; Dir::Cache "{0}/cache"; APT::Architectures {{ "amd64"; "arm64"; }};
 APT::Sandbox::User "root";
 """
-SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main\n"
+SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {0} trixie main\n"
 
 
 def script(path: Path, command: str) -> None:
@@ -44,7 +44,9 @@ def unpack_pythons() -> None:
     apt = BUILD / "apt"
     for folder in ("lists/partial", "cache/archives/partial", "debs"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
-    (apt / "sources.list").write_text(SOURCE)
+    targets = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Component: main"]
+    mirror = subprocess.run(targets, capture_output=True, text=True, check=True).stdout.split()
+    (apt / "sources.list").write_text(SOURCE.format(next(uri for uri in mirror if uri.endswith("/debian/"))))
     (apt / "apt.conf").write_text(APT.format(apt))
     env = {**os.environ, "APT_CONFIG": str(apt / "apt.conf")}
     names = [f"{package}:{debian}" for package in PACKAGES for debian in ARCHITECTURES.values()]
