@@ -88,10 +88,10 @@ def build(machine: str, glibc: str, jobs: int) -> Path:
     subprocess.run([BUILD / "x86_64/usr/bin/python", "-c", code], env=env, check=True)
     print(f"{machine}: compiled in {time.monotonic() - begin:.0f} s", flush=True)
     (wheel,) = raw.glob("*.whl")
-    plat = f"manylinux_{glibc.replace('.', '_')}_{machine}"
     tool = [sys.executable, "-m"]
-    subprocess.run([*tool, "auditwheel", "repair", "--plat", plat, "-w", "dist", wheel], env=env, check=True)
-    (repaired,) = Path("dist").glob(f"*{plat}*.whl")
+    env["AUDITWHEEL_PLAT"] = "auto"  # the oldest that the symbols permit: --plat takes those of this machine alone
+    subprocess.run([*tool, "auditwheel", "repair", "-w", "dist", wheel], env=env, check=True)
+    (repaired,) = Path("dist").glob(f"*manylinux*_{machine}.whl")
     subprocess.run([*tool, "abi3audit", "--strict", "--report", repaired], check=True)
     print(f"{repaired}: {repaired.stat().st_size / 1e6:.1f} MB", flush=True)
     return repaired
