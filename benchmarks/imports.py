@@ -35,9 +35,15 @@ def room_of(module: str, package: Path = PACKAGE) -> str:
     return name if (package / f"{name}.py").is_file() else "__init__"
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def imported_modules(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
     """Yield what a file imports of the package: a module of `known`, and the line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names if alias.name.split(".")[0] == "nanoinfer")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nanoinfer":

@@ -84,6 +84,7 @@ def run(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_solutions_pass() -> None:
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(COURSE / "exercises")])
     assert done.returncode == 0, done.stdout[-3000:]

@@ -89,14 +89,13 @@ def test_each_model_has_a_prefix(server: ServerProcess, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_stream_is_the_whole_response(server: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "To be"}], "stream": True, **FIELDS}
-    text, num_events = "", 0
+    text = ""
     with httpx.stream("POST", f"{server.url}/shakespeare{CHAT}", json=body, timeout=TIMEOUT) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
-                num_events += 1
+        assert response.headers["content-type"].startswith("text/event-stream")
     assert text == expected("shakespeare", "To be")
-    assert num_events > 12
 
 
 @pytest.mark.slow
@@ -128,7 +127,9 @@ def test_the_options_of_the_deployment() -> None:
         (["shakespeare", "--max-replicas", "2"], "max_replicas=2 needs ray"),
         (["shakespeare", "--ray", "local", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2 is less than"),
         (["shakespeare", "--ray", "local", "--access-log", "-"], "access_log is not supported with ray"),
-        (["shakespeare", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1 does not answer"),
+        pytest.param(
+            ["shakespeare", "--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1 does not answer", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["nothing/there.gguf", "--ray", "local"], "nothing/there.gguf: node 127.0.0.1 (", marks=pytest.mark.nightly
         ),

@@ -16,7 +16,7 @@ from helpers.environment import ROOT, TESTS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from imports import imported_modules, imported_rooms, modules, numbers, picture
+from imports import imported_modules, imported_rooms, modules, numbers, picture, tree
 
 PACKAGE = Path(nanoinfer.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,7 +125,7 @@ def test_only_the_rungs_in_pytorch_import_it() -> None:
     found = set()
     for path in FILES:
         name = path.relative_to(PACKAGE).as_posix()
-        for node in ast.parse(path.read_text()).body:  # not in functions
+        for node in tree(path).body:  # not in functions
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 if any(m.split(".")[0] == "torch" for m in modules):
@@ -137,7 +137,7 @@ def test_files_and_functions_are_small() -> None:
     for path in FILES:
         text = path.read_text()
         assert len(text.splitlines()) <= MAX_LINES, path.name
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
                 lines = node.end_lineno - node.lineno + 1
@@ -148,7 +148,7 @@ def test_private_members_are_used_in_the_file_that_has_them() -> None:
     """By `self`, by a class that inherits them, or by another class of the same file."""
     for path in FILES:
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
                 owner = ast.unparse(node.value)
                 inherits = owner in ("self", "cls", "super()") or owner.split(".")[0] in ("torch", "pickle", "os")

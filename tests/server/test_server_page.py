@@ -23,6 +23,8 @@ pytest.importorskip("uvicorn", reason="pip install '.[server]'")
 import nanoinfer
 from helpers import page_stub
 from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.explain.page import page as document
+from nanoinfer.explain.record import Recording, record
 from nanoinfer.sampling_params import COMMAND_DEFAULTS
 from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
@@ -121,8 +123,9 @@ def test_the_routes_send_the_files_with_security_headers() -> None:
 
     client = TestClient(Starlette(routes=page_routes.routes()))
     names = {p.name for p in page_routes.FOLDER.iterdir()}
-    assert page_routes.paths() == {"/", *(f"/page/{name}" for name in names - {"index.html"})}
-    for path in page_routes.paths():
+    files = {"/", *(f"/page/{name}" for name in names - {"index.html"})}
+    assert page_routes.paths() == files | {page_routes.EXPLAIN}
+    for path in files:
         response = client.get(path)
         name = path.removeprefix("/page/") if path != "/" else "index.html"
         assert response.content == (page_routes.FOLDER / name).read_bytes()
@@ -166,6 +169,7 @@ def test_a_completion(page: Page, stub: page_stub.Stub) -> None:
     assert page.inner_text("#completion .output").strip() == "O Romeo, to be,\n oré\nfinish_reason length"
     display = {"logprobs": 5, "return_token_ids": True, "stream_options": {"include_usage": True}}
     params = {"max_tokens": 128, "temperature": 0.8, "top_k": 50}  # as on the command line
+    assert 0 <= stub.bodies[0][1].pop("seed") < 2**32
     assert stub.bodies == [
         ("/v1/completions", {"model": "tiny", "prompt": "O Romeo,", "stream": True, **params, **display}),
     ]
@@ -499,7 +503,7 @@ def test_the_request_as_curl_and_as_python(page: Page, stub: page_stub.Stub, mod
     page.press("#input", "Control+Enter")
     page.wait_for_selector(IDLE)
     path, body = stub.bodies.pop()
-    for name in ("logprobs", "top_logprobs", "return_token_ids", "stream_options"):  # for the display
+    for name in ("logprobs", "top_logprobs", "return_token_ids", "seed", "stream_options"):  # for the display
         body.pop(name, None)
     done = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("data: [DONE]\n\n")
@@ -883,3 +887,89 @@ def test_a_call_and_its_result_with_a_model(page: Page, tmp_path: Path) -> None:
         ask(page, "x", mode="chat")
         assert page.inner_text("#error-tools") == page.inner_text("#alert") != ""
     served.shutdown()
+
+
+# A recording --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_recording_of_the_last_request(page: Page, browser: BrowserContext, server: str, mode: str) -> None:
+    open_page(page, server)
+    assert not page.is_visible("#explain")
+    page.fill("#c-max_tokens", "12")
+    ask(page, "O Juliet,", mode=mode)
+    with browser.expect_page() as opened:
+        page.click("#explain")
+    explained = opened.value
+    explained.wait_for_selector("main")
+    explained.keyboard.press("End")
+    assert tokens(page) == explained.locator(".token").all_text_contents()
+    assert explained.inner_text("#number") == f"{len(tokens(page))} / {len(tokens(page))}"
+    explained.close()
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Two sequences of a prompt and one of another that waits for them, in steps with proposals of a draft."""
+    llm = LLM("shakespeare", engine="paged", dtype="float32", device="cpu", draft="shakespeare-draft", max_num_seqs=2)
+    params = SamplingParams(max_tokens=20, n=2, temperature=0.8, seed=1)
+    return record(llm, ["O Romeo, what is your name?", "First Citizen:"], params)
+
+
+def test_a_recording_is_stepped_through_by_keys(browser: BrowserContext, recording: Recording, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(document(recording), "utf-8")
+    page = browser.new_page()
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    address = (tmp_path / "page.html").as_uri()
+    page.goto(address)
+    num_steps = len(recording.steps)
+    for key, step in (("End", num_steps), ("ArrowLeft", num_steps - 1), ("Home", 0), ("ArrowRight", 1), ("Home", 0)):
+        page.keyboard.press(key)
+        assert page.inner_text("#number") == f"{step} / {num_steps}"
+        assert page.input_value("#slider") == str(step)
+        assert page.url == f"{address}#{step}"
+    classes = "new accepted rejected own shared copied kept free".split()
+    seen = set()
+    for step in recording.steps:
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".token.new, .token.accepted").count() == sum(len(row.tokens) for row in step.rows)
+        first = next((row for row in step.rows if row.tokens), None)
+        if first is not None:
+            (candidates,) = (dict(c) for c in first.candidates[-1:])
+            shown = page.locator(".candidate span").all_inner_texts()
+            assert shown == [f"{100 * p:.1f}%" for p in candidates.values()]
+        waiting = page.inner_text("#summary").partition("waiting: ")[2]
+        assert len(waiting.split(", ")) == (len(step.waiting) or 1)
+        seen |= {c for c in classes if page.locator(f"#texts .{c}, #blocks .{c}").count()}
+    assert seen == {*classes}
+    expected = [[t for s in recording.steps for r in s.rows if r.sequence == i for t in r.tokens] for i in range(4)]
+    assert page.locator(".token").all_text_contents() == [recording.texts[t] for ids in expected for t in ids]
+    page.locator(".token").nth(3).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#candidates p").startswith("Sequence 1a, token 4.")
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    until(page, "document.getElementById('number').textContent.startsWith('2 ')")
+    page.keyboard.press(" ")
+    assert requests == [address]
+    page.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_a_recording_fits_and_is_legible(
+    browser: BrowserContext, recording: Recording, tmp_path: Path, size: Any, theme: Any
+) -> None:
+    (tmp_path / "page.html").write_text(document(recording), "utf-8")
+    page = browser.new_page()
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.goto((tmp_path / "page.html").as_uri())
+    assert not page.is_visible("#play")
+    for _ in recording.steps:
+        assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+        assert page.evaluate(CONTRAST)["low"] == []
+        page.keyboard.press("ArrowRight")
+    assert [e for e, name in page.evaluate(NAMES) if not name] == []
+    page.close()
