@@ -288,6 +288,14 @@ SWALLOWED = {
     "import": """
     try: signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt: raise ImportError('cannot load module more than once per process') from None""",
+    "importlib": """
+    class Finder:
+        def find_spec(*_):
+            try: signal.getsignal(signal.SIGINT)(signal.SIGINT, sys._getframe(1))
+            except KeyboardInterrupt: print("printed by an extension", file=sys.stderr)
+    sys.meta_path.insert(0, Finder)
+    try: import nothing
+    except ImportError: time.sleep(30)""",
     "callback": """
     ref = weakref.ref(object_ := type('A', (), {})(), lambda _: signal.raise_signal(signal.SIGINT))
     del object_
@@ -298,7 +306,7 @@ SWALLOWED = {
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_others_swallow_is_quiet_too(where: str) -> None:
-    code = "import signal, time, weakref; from nanoinfer.cli import app, main\ndef run(arguments):"
+    code = "import signal, sys, time, weakref; from nanoinfer.cli import app, main\ndef run(arguments):"
     done = subprocess.run(
         [sys.executable, "-c", code + SWALLOWED[where] + "\napp.run = run; main()"],
         capture_output=True,

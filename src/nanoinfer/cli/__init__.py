@@ -59,14 +59,20 @@ class Interrupts:
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.seen = True
-        raise KeyboardInterrupt
+        if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+            self._again()  # an extension that imports a module from C prints what interrupts that
+        else:
+            raise KeyboardInterrupt
 
     def _unraisable(self, args: UnraisableHookArgs) -> None:
         if issubclass(args.exc_type, KeyboardInterrupt):
-            # Later: raised here, it would be discarded too. A signal to the main thread also ends a call that waits.
-            main_thread = threading.main_thread().ident
-            again = threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT))
-            again.daemon = True
-            again.start()
+            self._again()  # raised here, it would be discarded too
         else:
             self._hook(args)
+
+    def _again(self) -> None:
+        """Interrupt a little later. A signal to the main thread also ends a call that waits."""
+        main_thread = threading.main_thread().ident
+        again = threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT))
+        again.daemon = True
+        again.start()
