@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,9 @@ def test_values_without_effect_and_others(name: str, caplog: pytest.LogCaptureFi
         refuses(lambda v=value: llm_config("shakespeare", {name: v}), message)  # type: ignore[misc]
 
 
-def test_the_pages_table_is_that_of_the_code() -> None:
-    table = (ROOT / "docs" / "from-vllm.md").read_text().split("## Arguments of LLM\n")[1]
-    assert [line for line in table.splitlines() if line.startswith("| `")] == [
-        f"| `{name}` | {', '.join(f'`{v!r}`' for v in known) or 'any'} | {remedy} |"
-        for name, (known, remedy) in FOREIGN.items()
-    ]
+def test_the_page_lists_the_names_of_the_code() -> None:
+    section = (ROOT / "docs" / "from-vllm.md").read_text().split("## Arguments of LLM\n")[1]
+    assert re.findall(r"`(\w+)`[,.]", section) == list(FOREIGN)
 
 
 def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ LLM(model, tensor_parallel_size=1)      ->  the same as LLM(model), and a line i
 LLM(model, tensor_parallel_size=2)      ->  NanoinferError: tensor_parallel_size=2 is not supported ...
 LLM(model, dtype="half")                ->  the same as LLM(model, dtype="float16")
 
-docs/from-vllm.md has the same table. Any other name that is no option is a TypeError, which names that page.
+docs/from-vllm.md lists the names. Any other name that is no option is a TypeError, which names that page.
 """
 
 from __future__ import annotations
