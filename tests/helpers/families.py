@@ -10,6 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers.gguf_files import ADDED  # noqa: E402
+
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 24,
@@ -181,6 +183,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 10, "use_bias": True}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 8, "attention_out_bias": True}),
     "arcee": ("ArceeConfig", {}),
+    "nemotron": ("NemotronConfig", {"hidden_size": 32}),
+    "nemotron-bias": (
+        "NemotronConfig",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}}
+        | {"head_dim": 12},
+    ),
+    "jais2": ("Jais2Config", {}),
     "helium": ("HeliumConfig", {"head_dim": 6}),
     "gptj": (
         "GPTJConfig",
@@ -302,7 +311,7 @@ def random_model(config: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
-            added = type(config).__name__ in ("GemmaConfig", "Gemma2Config", "Gemma3TextConfig")  # to 1
+            added = config.model_type in ADDED
             one = p.dim() == 1 and name.endswith(("weight", "router.scale", "per_expert_scale")) and not added
             p.copy_(torch.randn_like(p) * 0.3 + float(one))
         for name, p in model.named_buffers():

@@ -112,9 +112,12 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
                  "granitemoe": "granitemoe", "bitnet": "bitnet", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss",
                  "ministral3": "mistral3", "starcoder2": "starcoder2", "glm": "chatglm", "olmo3": "olmo2",
-                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}  # fmt: skip
+                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "nemotron": "nemotron",
+                 "jais2": "jais2"}  # fmt: skip
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe", "ministral3")
-LAYER_NORMS = ("starcoder2", "gpt_neox", "phi", "stablelm", "cohere", "cohere2")
+LAYER_NORMS = ("starcoder2", "gpt_neox", "phi", "stablelm", "cohere", "cohere2", "nemotron", "jais2")
+ADDED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Families whose weights of norms are added to 1."""
 NAMES = {
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -176,7 +179,7 @@ def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarr
         values = values.T
     if kind in PERMUTED and theirs in ("attn_q", "attn_k"):
         values = permute(values, config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads)
-    if kind.startswith("gemma") and kind != "gemma4_text" and theirs.endswith("norm"):
+    if kind in ADDED and theirs.endswith("norm") and suffix == "weight":
         values = values + np.float32(1)
     if kind == "gpt_neox" and theirs == "attn_qkv":  # of each head its queries, keys and values -> all queries, ...
         values = (
@@ -200,7 +203,7 @@ def metadata_of(config: Any) -> dict[str, Any]:
         "attention.head_count": n_head,
     }
     if kind in ("gpt2", *LAYER_NORMS):
-        names = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
+        names = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
         epsilon = getattr(config, names.get(kind, "layer_norm_eps"))
         found["attention.layer_norm_epsilon"] = float(epsilon)
     elif kind == "olmo":

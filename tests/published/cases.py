@@ -271,6 +271,8 @@ CASES: dict[str, Case] = {
         "seed-coder", (), "ByteDance-Seed-OSS.jinja",
     ),
     "AFM 4.5B": Case("arcee", PLAIN | yarn(1e4, 20.0, 16), "npm/llama3_1", "llama-bpe"),
+    "Minitron 4B": Case("nemotron", theta(1e4, partial_rotary_factor=0.5), "ggml/llama-spm"),
+    "Jais 2 8B": Case("jais2", ALL_HEADS | theta(5e5), "npm/llama3_1", "jais-2"),
     "BitNet b1.58 2B-4T": Case(
         "bitnet", PLAIN | TIED | theta(5e5), "npm/llama3_1", "llama-bpe",
         known={"logits": "the converter does not know the tensor ffn_sub_norm"},

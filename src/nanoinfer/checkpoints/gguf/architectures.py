@@ -145,7 +145,7 @@ def _sizes(m: Metadata) -> dict[str, Any]:
         "hidden_size": n_embd,
         "intermediate_size": m.ints("feed_forward_length", num_layers)[0] if differ else m.int_("feed_forward_length"),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", epsilon),
-        **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"), epsilon),
+        **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps"), epsilon),
         "tie_word_embeddings": "output.weight" not in m.tensors,
         **dict.fromkeys(("rope_theta", "rotary_emb_base"), theta),
         "rope_scaling": scaling(m),
@@ -384,6 +384,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", interleaved=True),
     "seed_oss": Architecture("seed_oss", names={"ln_2": "post_attention_norm"}),
     "arcee": Architecture("arcee", interleaved=True),
+    "nemotron": Architecture("nemotron", partial=True, added_to_norms=1.0),
+    "jais2": Architecture("jais2"),
     # llama.cpp fixes what the file lacks: SiLU, and inputs of 8 bits in groups of its own
     "bitnet": Architecture("bitnet", lambda m, shape: {"hidden_act": "silu"}),
     "deepseek2": Architecture("deepseek_v2", _deepseek, _DEEPSEEK, own_heads=True, interleaved=True, names=LATENT),

@@ -48,6 +48,7 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 WRITTEN = (
     "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "smollm3", "phi",
     "granite", "stablelm", "cohere", "cohere2", "exaone4", "ernie4_5", "seed_oss", "arcee", "starcoder2", "ministral3",
+    "nemotron", "jais2",
 )  # fmt: skip
 """Families that are written, beside those that are one of these with a window."""
 _NUMBERS = {format.name: number for number, format in FORMATS.items()}

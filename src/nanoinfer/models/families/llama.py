@@ -101,6 +101,18 @@ HELIUM = LLAMA.derive(
 )
 """Helium: Llama that rotates adjacent dimensions."""
 
+JAIS2 = LLAMA.derive(
+    "jais2",
+    "Jais2ForCausalLM",
+    {"layer_norm_eps": ("norm_epsilon", 1e-5)},
+    fixed={"norm": "layer", "gated_mlp": False},
+    defaults={"hidden_act": "relu2"},
+    without=("rms_norm_eps", "mlp.c_gate"),
+    biased=("norm",),
+    biases={"attention_bias": (("qkv", "proj"), True), "mlp_bias": (("mlp",), True)},
+)
+"""Jais 2: layer norms, rotary positions, biases everywhere, an MLP with squared ReLU and no gate."""
+
 
 def _halves_swapped(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     if part != "attn.c_attn":
@@ -125,6 +137,21 @@ NANOCHAT = LLAMA.derive(
 nanochat rotates in the other direction: (a, b) becomes (a cos + b sin, b cos - a sin). Swapping the halves of each head
 of queries and keys makes that the usual rotation, and does not change the scores.
 """
+
+NEMOTRON = LLAMA.derive(
+    "nemotron",
+    "NemotronForCausalLM",
+    {"norm_eps": ("norm_epsilon", 1e-5)},
+    fixed={"norm": "layer", "norm_weight": "one_plus", "gated_mlp": False},
+    defaults={"hidden_act": "relu2"},
+    without=("rms_norm_eps", "mlp.c_gate"),
+    biased=("norm",),
+    biases=BIASES,
+    read_layers=partial(rotated, share=("partial_rotary_factor", 0.5)),
+    write_layers=partial_fields,
+)
+"""Nemotron-3, Nemotron-4 and Minitron: layer norms whose weights are added to 1, half of each head rotated, an MLP with
+squared ReLU and no gate."""
 
 SEED_OSS = LLAMA.derive(
     "seed_oss",
