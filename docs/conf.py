@@ -27,7 +27,9 @@ python_maximum_signature_line_length = 80
 
 html_theme = "sphinx_book_theme"
 html_title = f"nanoinfer {release}"
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "navbar_persistent": []}
+html_theme_options = {
+    "show_toc_level": 2, "use_download_button": False, "navbar_persistent": [], "footer_content_items": ["copyright"],
+}  # fmt: skip
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

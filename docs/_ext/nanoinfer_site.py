@@ -155,6 +155,14 @@ def link_files(app: Sphinx, doctree: nodes.document) -> None:
             node.replace_self(nodes.reference("", "", *node.children, refuri=place))
 
 
+def name_files(app: Sphinx, doctree: nodes.document) -> None:
+    """Name the files of a diff by their paths in the repository, not in the folder in which the site is built."""
+    for block in list(doctree.findall(nodes.literal_block)):
+        if block.get("language") == "udiff":
+            text = block.astext().replace(f"{ROOT}/", "")
+            block.replace_self(nodes.literal_block(text, text, **block.attributes))
+
+
 def unknown(text: str) -> list[str]:
     """Return the commands and options in lines of a shell that nanoinfer does not have."""
     names = []
@@ -196,5 +204,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("doctree-read", link_files, priority=100)  # before Sphinx collects the files to copy
+    app.connect("doctree-read", name_files)
     app.connect("doctree-read", check)
     return {"parallel_read_safe": True}
