@@ -1,7 +1,7 @@
 """Rung 4, a batch: one step for many texts, so the weights are read once for all of them.
 
-At batch 1 a step waits for the weights; B texts need them no more often. The texts have unequal lengths, but a tensor
-has none: prompts are padded on the right to the longest, and what is computed for padding is thrown away.
+At batch 1 a step waits for the weights; a step with B texts reads them once, too. The texts differ in length, but the
+rows of a tensor cannot: prompts are padded on the right to the longest, and what is computed for padding is dropped.
 
 No mask for padding is needed: a query sees the positions up to its own, and a token of padding lies behind all tokens
 of its text, until the next one overwrites it.

@@ -103,6 +103,8 @@ class Count(TorchDispatchMode):
 @torch.inference_mode()
 def generate(model, prompts, max_new_tokens, steps, by=None):
     by = by or ("graph" if torch.cuda.is_available() else "native")
+    if by == "graph" and not torch.cuda.is_available():
+        raise SystemExit("--by graph: no CUDA device here; use --by native or --by eager")
     longest = max(map(len, prompts)) + max_new_tokens
     assert longest <= model.block_size, f"{longest} tokens: more than the context, {model.block_size}"
     model = model.cuda() if by == "graph" else model

@@ -85,3 +85,10 @@ def test_a_checkpoint_of_nanogpt(tmp_path: Path) -> None:
     loaded, encode, decode = load(tmp_path / "ckpt.pt")
     assert decode(encode("abca")) == "abca"
     assert rung(2).generate(loaded, [[0, 1]], 5, []) == rung(1).generate(model.eval(), [[0, 1]], 5, [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a CUDA device")
+def test_a_graph_without_a_cuda_device_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["10_launches.py", "--by", "graph"])
+    with pytest.raises(SystemExit, match=r"^--by graph: no CUDA device here; use --by native or --by eager$"):
+        runpy.run_path(str(LADDER / "10_launches.py"), run_name="__main__")

@@ -125,8 +125,12 @@ def rewritten(page: Path) -> str:
 
 def index(page: Path) -> str:
     """Return the text of the README with the list of lessons."""
-    links = " · ".join(f"[{p.read_text().splitlines()[0][2:]}]({p.name})" for p in lessons())
-    return re.sub(r"(<!-- lessons -->\n).*\n", lambda m: f"{m[1]}{links}\n", page.read_text())
+    items = ""
+    for lesson in lessons():
+        number, _, title = lesson.read_text().splitlines()[0][2:].partition(". ")
+        docstring = ast.get_docstring(ast.parse(rung(lesson.name[:2]).read_text())) or ""
+        items += f"{number}. [{title}]({lesson.name}): {docstring.splitlines()[0].partition(': ')[2]}\n"
+    return re.sub(r"(<!-- lessons -->\n)(?:\d+\. .*\n)*", lambda m: m[1] + items, page.read_text())
 
 
 def out_of_date() -> dict[Path, str]:
@@ -141,7 +145,8 @@ def included(path: str, options: str) -> tuple[str, str]:
     lines = (COURSE / path).read_text().splitlines()
     if "diff" in option:
         before = (COURSE / option["diff"]).read_text().splitlines()
-        return "diff", "\n".join(difflib.unified_diff(before, lines, option["diff"], path, lineterm=""))
+        names = [name.removeprefix("../../") for name in (option["diff"], path)]
+        return "diff", "\n".join(difflib.unified_diff(before, lines, *names, lineterm=""))
     if "pyobject" in option:
         body: list[Any] = ast.parse("\n".join(lines)).body
         for name in option["pyobject"].split("."):
