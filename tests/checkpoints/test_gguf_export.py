@@ -64,6 +64,9 @@ REFUSED = {
     "gptj": "family gptj",
     "bitnet": "family bitnet",
     "bitnet-one-head": "family bitnet",
+    "exaone": "family exaone",
+    "minicpm": "family minicpm",
+    "minicpm-long": "family minicpm",
     "opt": "family opt",
     "opt-untied": "family opt",
 }

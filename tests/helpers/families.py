@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from helpers.gguf_files import ADDED  # noqa: E402
 
@@ -44,6 +46,10 @@ GEMMA4 = {
 }  # fmt: skip
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MINICPM = {
+    "tie_word_embeddings": True, "embedding_multiplier": 3.0, "attention_multiplier": 6**-0.5,
+    "residual_multiplier": 0.7, "logits_scaling": 1.5,
+}  # fmt: skip
 OPT = {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 40}
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10,
@@ -178,6 +184,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.5, "attention_bias": True}),
     "cohere-norms": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": ("Cohere2Config", {"sliding_window": 6, "logit_scale": 0.6}),
+    "exaone": ("LlamaConfig", {"head_dim": 10, "rope_parameters": LLAMA3}),
+    "minicpm": ("GraniteConfig", MINICPM),
+    "minicpm-long": (
+        "GraniteConfig",
+        MINICPM | {"rope_parameters": LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": False},
+    ),
     "exaone4": ("Exaone4Config", {"sliding_window": 6}),
     "exaone4-no-window": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 10, "use_bias": True}),
@@ -265,6 +277,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = [case for case, (c, _) in CASES.items() if c.startswith(("Mixtral", "Deepseek")) or c.endswith("oeConfig")]
 """The cases with mixtures of experts that transformers stores in two forms."""
 
+AS_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "exaone": (
+        {
+            "architectures": ["ExaoneForCausalLM"], "num_layers": "num_hidden_layers",
+            "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps",
+        },
+        {
+            "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f",
+            "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn.attention",
+            "o_proj": "out_proj", "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
+        },
+    ),
+    "minicpm": (
+        {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}, {},
+    ),
+}  # fmt: skip
+"""Families that transformers has no class of -> what differs from the class that computes the same: fields of
+config.json, those of another name by it, and parts of the names of tensors."""
+
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "gemma3-7-layers": (
@@ -301,7 +332,21 @@ def make_folder(case: str, folder: Path) -> Any:
     """Save a random model of a case into a folder; return the model of transformers."""
     model = random_model(make_config(case))
     model.save_pretrained(folder)
+    if (family := case.partition("-")[0]) in AS_PUBLISHED:
+        rename(folder, family)
     return model
+
+
+def rename(folder: Path, family: str) -> None:
+    """Give a folder the fields and the names of tensors of a family in AS_PUBLISHED."""
+    fields, names = AS_PUBLISHED[family]
+    old = json.loads((folder / "config.json").read_text())
+    new = {name: old.pop(value) if str(value) in old else value for name, value in fields.items()}
+    (folder / "config.json").write_text(json.dumps(old | new | {"model_type": family}))
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    for part, theirs in names.items():
+        tensors = {name.replace(part, theirs): tensor for name, tensor in tensors.items()}
+    safetensors.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def random_model(config: Any) -> Any:

@@ -32,6 +32,8 @@ class Case:
     """That of tokenizer_config.json, where the converter asks for it."""
     stored: dict[str, Any] = field(default_factory=dict)
     """Fields of the published config.json that transformers 5 stores otherwise, and the converter reads."""
+    family: str | None = None
+    """One of AS_PUBLISHED (helpers/families.py), if transformers has no class of the model."""
     known: dict[str, str] = field(default_factory=dict)
     """Column -> why it fails today."""
 
@@ -88,6 +90,10 @@ LATENT = ALL_HEADS | {
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+MINICPM = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
+    "logits_scaling": 4.0,
+}  # fmt: skip
 OWN = ("<|endoftext|>",)
 LLAMA_ENDS = ("<|eot_id|>", "<|end_of_text|>")
 DEEPSEEK = ("<｜end▁of▁sentence｜>",)
@@ -258,6 +264,17 @@ CASES: dict[str, Case] = {
     "Command R7B": Case(
         "cohere2", WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4} | TIED | theta(5e4), "ggml/command-r",
         "command-r", (), "CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja", stored={"rotary_pct": 1.0},
+    ),
+    "MiniCPM 2B": Case(
+        "granite", ALL_HEADS | PLAIN | TIED | MINICPM, "ggml/llama-spm", family="minicpm", stored={"scale_emb": 12},
+    ),
+    "MiniCPM4 0.5B": Case(
+        "granite", PLAIN | TIED | MINICPM | {"rope_parameters": LONG["rope_parameters"]}, "ggml/llama-spm",
+        family="minicpm", stored={"scale_emb": 12, "mup_denominator": 32},
+    ),
+    "EXAONE 3.5 2.4B": Case(
+        "llama", PLAIN | TIED | {"head_dim": 16, "rope_parameters": LLAMA3 | {"rope_theta": 1e6, "factor": 8.0}},
+        "ggml/starcoder", "exaone", family="exaone",
     ),
     "EXAONE 4 1.2B": Case(
         "exaone4",

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 from helpers.engines import make_engine  # noqa: E402
 from helpers.environment import ROOT  # noqa: E402
-from helpers.families import random_model  # noqa: E402
+from helpers.families import random_model, rename  # noqa: E402
 from helpers.models import edit_config, submit  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.checkpoints.gguf.file import read_gguf  # noqa: E402
@@ -157,6 +157,8 @@ class Proof:
             setattr(config, f"{key}_id", self.vocabulary.tokens.index(token))
         self.model = random_model(config)
         self.model.save_pretrained(self.folder)
+        if self.case.family is not None:
+            rename(self.folder, self.case.family)
         edit_config(self.folder, **self.case.stored)
         write(self.vocabulary, self.folder, self.template, self.case.tokenizer_class)
         generator = torch.Generator().manual_seed(0)

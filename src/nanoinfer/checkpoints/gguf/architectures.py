@@ -225,16 +225,17 @@ def _gemma2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": width}
 
 
-def _phi3(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    context = m.int_("rope.scaling.original_context_length", 4096)
-    scaling: dict[str, Any] | None = None
+def _longrope(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    original = 4096 if m.arch == "phi3" else shape["max_position_embeddings"]
+    context = m.int_("rope.scaling.original_context_length", original)
+    scaling: dict[str, Any] | None = shape["rope_scaling"]
     if any(name in m.tensors for name in LONG.values()):
         scaling = {"rope_type": "longrope", "attention_factor": m.float_("rope.scaling.attn_factor", 1.0)}
         for theirs, name in LONG.items():
             if name not in m.tensors:
                 raise NanoinferError(f"tensor {name} is missing: the file has other parts of longrope")
             scaling[theirs] = m.tensors[name].read().float32().reshape(-1).tolist()
-    return {"original_max_position_embeddings": context, "rope_scaling": scaling, "attention_bias": False}
+    return {"original_max_position_embeddings": context, "rope_scaling": scaling}
 
 
 def _olmo(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
@@ -370,9 +371,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", added_to_norms=1.0),
     "gemma2": Architecture("gemma2", _gemma2, (replace(_WINDOW, default=4096), *_CAPS), added_to_norms=1.0),
     "phi2": Architecture("phi", partial=True),
-    "phi3": Architecture("phi3", _phi3, (replace(_WINDOW, default=None),), partial=True, joined=True, gate_in_up=True),
+    "phi3": Architecture(
+        "phi3", _longrope, (replace(_WINDOW, default=None),), partial=True, joined=True, gate_in_up=True
+    ),
     "granite": Architecture("granite", rows=_GRANITE, interleaved=True),
-    "minicpm": Architecture("granite", rows=_MINICPM, interleaved=True),
+    "minicpm": Architecture("granite", _longrope, _MINICPM, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),
     "stablelm": Architecture("stablelm", _stablelm, partial=True),
     "glm4": Architecture("glm4", partial=True, interleaved=True, gate_in_up=True),

@@ -158,7 +158,7 @@ def scaling(m: Metadata) -> dict[str, Any] | None:
     kind = m.get(m.key("rope.scaling.type"), "yarn" if m.arch == "gptoss" else "none")  # Ollama's gptoss has none
     factor = m.float_("rope.scaling.factor", m.float_("rope.scale_linear", 1.0))
     m.get(m.key("rope.scaling.finetuned"))
-    if m.arch == "phi3" and any(name in m.tensors for name in LONG.values()):  # `architectures` reads them
+    if m.arch in ("phi3", "minicpm") and any(name in m.tensors for name in LONG.values()):  # `architectures` reads them
         m.get(m.key("rope.scaling.original_context_length"))
         return None
     m.only(m.key("rope.scaling.attn_factor"), 1.0)

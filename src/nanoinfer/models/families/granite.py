@@ -34,6 +34,38 @@ GRANITE = LLAMA.derive(
 )
 """Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits."""
 
+
+def _read_minicpm(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Return the layers, and the factors of residuals and logits, which MiniCPM derives from its sizes."""
+    residual, final = (
+        f.number("scale_depth", 1.0) / config.n_layer**0.5,
+        f.number("dim_model_base", 1.0) / config.n_embd,
+    )
+    return rotated(f, config) | {"residual_scale": residual, "final_scale": final}
+
+
+def _write_minicpm(config: ModelConfig) -> dict[str, Any]:
+    depth, base = (config.residual_scale or 1.0) * config.n_layer**0.5, (config.final_scale or 1.0) * config.n_embd
+    return rope_fields(config) | {"scale_depth": round(depth, 9), "dim_model_base": round(base, 9)}
+
+
+MINICPM = LLAMA.derive(
+    "minicpm",
+    "MiniCPMForCausalLM",
+    {"scale_emb": ("embedding_scale", 1)},
+    defaults={"tie_word_embeddings": True},
+    without=("head_dim",),
+    biases=ATTENTION_BIAS,
+    only={"sparse_config": (None,), "num_experts": (0, None), "pretraining_tp": (1,)},
+    harmless=("mup_denominator",),  # of its draft models
+    read_layers=_read_minicpm,
+    write_layers=_write_minicpm,
+    written=False,
+)
+"""MiniCPM 1, 2 and 4 (dense): Granite's factors of embedding, residuals and logits, derived from the model's sizes.
+
+The class is not in transformers, but beside the published weights."""
+
 _PARTS = experts.parts("block_sparse_moe.experts", "gate", "up", "down")  # of these the stored tensors are made
 _ROUTER = "block_sparse_moe.router.layer"
 

@@ -91,6 +91,33 @@ ERNIE4_5 = LLAMA.derive(
 )
 """ERNIE 4.5 (dense): Llama that rotates adjacent dimensions."""
 
+EXAONE = LLAMA.derive(
+    "exaone",
+    "ExaoneForCausalLM",
+    {
+        "num_layers": "n_layer",
+        "intermediate_size": ("n_inner", None),
+        "activation_function": ("activation", "silu"),
+        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+    },
+    {
+        "wte": "transformer.wte",
+        "ln_f": "transformer.ln_f",
+        "ln_1": "ln_1",
+        "attn.c_attn": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+        "attn.c_proj": "attn.attention.out_proj",
+        "ln_2": "ln_2",
+        "mlp.c_gate": "mlp.c_fc_0",
+        "mlp.c_fc": "mlp.c_fc_1",
+        "mlp.c_proj": "mlp.c_proj",
+    },
+    without=("num_hidden_layers", "hidden_act", "rms_norm_eps"),
+    harmless=("embed_dropout",),
+    layer="transformer.h.{}.",
+    written=False,
+)
+"""EXAONE 3.x: Llama with other names. The class is not in transformers, but beside the published weights."""
+
 HELIUM = LLAMA.derive(
     "helium",
     "HeliumForCausalLM",
