@@ -62,6 +62,26 @@ def test_the_tables_are_those_of_the_engine() -> None:
     assert sum(len(s.copied) for s in recording.steps) == 2  # two of three samples copy the last block of the prompt
 
 
+def test_each_sequence_runs_waits_or_has_ended_in_a_step_with_few_blocks() -> None:
+    llm = LLM("shakespeare", engine="paged", device="cpu", max_model_len=64, kv_cache_memory=8 * 196_608)
+    prompts = [
+        "O Romeo, Romeo! wherefore art thou Romeo?",
+        "To be",
+        "First Citizen: " * 5,
+        "What say you, my lord? " * 2,
+    ]
+    recording = record(llm, prompts, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    assert recording.num_blocks == 8
+    num_tokens = [0] * 4
+    for step in recording.steps:
+        unfinished = {i for i in range(4) if num_tokens[i] < 24}
+        assert {row.sequence for row in step.rows} | {*step.waiting} == unfinished
+        assert {*step.preempted} <= {*step.waiting}
+        for row in step.rows:
+            num_tokens[row.sequence] += len(row.tokens)
+    assert sum(len(step.preempted) for step in recording.steps) > 0
+
+
 def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
     llm = LLM("shakespeare", engine="native")
     html = page(record(llm, ["</script><b>"], SamplingParams(max_tokens=4, temperature=0)))

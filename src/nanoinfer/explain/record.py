@@ -65,7 +65,7 @@ class StepRecord:
     seconds: float
     rows: list[Row]
     waiting: list[int]
-    """Sequences that wait after the step."""
+    """Sequences that have not ended and have no part in the step."""
     preempted: list[int]
     """Sequences that were taken out of the running ones in the step."""
     tables: dict[str, list[int]]
@@ -133,7 +133,8 @@ class Recorder(NoObserver):
         for request in requests:
             self._add(request)
         limits = llm.engine.limits
-        self._pool = BlockPool(limits.max_num_cached_tokens // KV_BLOCK + limits.max_num_seqs)
+        self._num_blocks = -(-limits.max_num_cached_tokens // KV_BLOCK)
+        self._pool = BlockPool(self._num_blocks + limits.max_num_seqs)  # an engine without blocks may fill more of them
         self._steps: list[StepRecord] = []
         self.num_values = 0
         """Numbers of blocks and candidates in the recording."""
@@ -248,8 +249,9 @@ class Recorder(NoObserver):
     def _stepped(self, seconds: float) -> None:
         running = self._running()
         rows = self._rows + [Row(running[h], *part) for h, part in self._starts.items() if h in running]
-        waiting = [i for s, i in self._ids.items() if s.finish_reason is None and i not in running.values()]
-        preempted = [i for i in waiting if i in self._before]
+        ran = {row.sequence for row in rows}
+        waiting = [i for s, i in self._ids.items() if s.finish_reason is None and i not in ran]
+        preempted = [i for i in waiting if i in self._before and i not in running.values()]
         if rows or preempted:
             tables = {str(running.get(Handle(h), f"kept {h}")): [*self._pool.table(h)] for h in self._pool.handles}
             step = StepRecord(seconds, rows, waiting, preempted, tables, self._copied, *self._cost(rows))
@@ -287,7 +289,7 @@ class Recorder(NoObserver):
         shown |= {t for row in rows for candidates in row.candidates for t, _ in candidates}
         return Recording(
             model.name, model.engine, model.device, self._format_name, self._draft,
-            extend(model.config, self._fmt, 1).weight_bytes, KV_BLOCK, self._pool.num_blocks,
+            extend(model.config, self._fmt, 1).weight_bytes, KV_BLOCK, self._num_blocks,
             [r.prompt_token_ids for r in requests],
             [(i, s.sample_index) for i, r in enumerate(requests) for s in r.sequences], self._steps,
             {token: self._llm.decode([token]) for token in sorted(shown) if self._llm.tokenizer is not None},
