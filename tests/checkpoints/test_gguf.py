@@ -32,7 +32,7 @@ LEFT_OUT = ("gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", 
             "starcoder2-window", "llama-dynamic", "llama-yarn", "ministral", "ministral-layers", "helium", "gptj",
             "phi-norms", "gemma2", "qwen2_moe", "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt",
             "opt-untied", "bitnet", "bitnet-one-head", "gpt_oss-plain", "deepseek_v3-plain",
-            "exaone", "minicpm", "minicpm-long")  # fmt: skip
+            "exaone", "minicpm", "minicpm-long", "granitemoehybrid")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 
@@ -263,6 +263,17 @@ def rewritten(path: Path, change: Any, **metadata: Any) -> Path:
     change(tensors)
     found = {key: value for key, value in (file.metadata | metadata).items() if value is not None}
     return write_gguf(path, found, tensors)
+
+
+def test_a_granite_may_have_the_keys_of_its_hybrids(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them for Granite 4 without Mamba layers: a number of heads for each layer."""
+    model = make_folder("granite", tmp_path / "hf")
+    heads = "granite.attention.head_count_kv"
+    keys = {"granite.ssm.conv_kernel": 4, "granite.rope.scaling.finetuned": True, heads: np.array([2] * 4, np.int32)}
+    path = rewritten(convert(model, tmp_path / "a.gguf"), lambda tensors: None, **keys)
+    same_logits(model, path)
+    rewritten(path, lambda tensors: None, **{heads: np.array([2, 2, 1, 2], np.int32)})
+    refuses(lambda: gguf.open_file(path), f"{heads}=[2, 2, 1, 2] is not an integer")
 
 
 def test_experts_with_normalized_weights_are_chosen_by_sigmoids(tmp_path: Path) -> None:

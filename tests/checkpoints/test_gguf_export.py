@@ -67,6 +67,7 @@ REFUSED = {
     "exaone": "family exaone",
     "minicpm": "family minicpm",
     "minicpm-long": "family minicpm",
+    "granitemoehybrid": "family granitemoehybrid",
     "opt": "family opt",
     "opt-untied": "family opt",
 }

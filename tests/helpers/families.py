@@ -46,6 +46,10 @@ GEMMA4 = {
 }  # fmt: skip
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+GRANITE4 = {
+    "layer_types": ["attention"] * 4, "position_embedding_type": "rope", "num_local_experts": 0,
+    "shared_intermediate_size": 40, "mamba_n_heads": 4,
+}  # fmt: skip
 MINICPM = {
     "tie_word_embeddings": True, "embedding_multiplier": 3.0, "attention_multiplier": 6**-0.5,
     "residual_multiplier": 0.7, "logits_scaling": 1.5,
@@ -184,6 +188,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.5, "attention_bias": True}),
     "cohere-norms": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": ("Cohere2Config", {"sliding_window": 6, "logit_scale": 0.6}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        GRANITE4 | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 0.5},
+    ),
     "exaone": ("LlamaConfig", {"head_dim": 10, "rope_parameters": LLAMA3}),
     "minicpm": ("GraniteConfig", MINICPM),
     "minicpm-long": (

@@ -23,7 +23,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 OWN_NAMES = ("gpt2", "gptj", "opt")  # of the fields in SHAPE
-OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}, "exaone": {"num_layers": 4}}
+OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}, "exaone": {"num_layers": 4}} | {
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "position_embedding_type": "rope", "num_local_experts": 0}
+}
 """Fields that must fit SHAPE's."""
 NO_CLASS = ("exaone", "minicpm")  # in transformers
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
@@ -220,6 +222,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": LONG | {"long_factor": [1]}}, "long_factors has 1 numbers for 4 pairs of dimensions"),
     ("phi3", {"rope_scaling": LONG | {"short_factor": [1, 1, 1, "x"]}}, "short_factors='x' is not a finite number"),
     ("granite", {"logits_scaling": 0}, "logits_scaling=0 is not a finite number"),
+    ("granitemoehybrid", {"layer_types": ["attention", "mamba"] * 2}, "layer_types=['attention', 'mamba', 'attention'"),
+    (
+        "granitemoehybrid",
+        {"position_embedding_type": None},
+        "position_embedding_type=None is not supported: only 'rope'",
+    ),
+    ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts=8 is not supported: only 0 is"),
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: only None is"),
     ("stablelm", {"qk_layernorm": 1}, "qk_layernorm=1 is neither true nor false"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True is not supported: only False is"),

@@ -90,6 +90,10 @@ LATENT = ALL_HEADS | {
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+GRANITE4 = {
+    "layer_types": ["attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0,
+    "num_experts_per_tok": 0, "shared_intermediate_size": 256, "mamba_n_heads": 4,
+}  # fmt: skip
 MINICPM = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
     "logits_scaling": 4.0,
@@ -221,6 +225,12 @@ CASES: dict[str, Case] = {
     "Granite 3.3 2B": Case(
         "granite", GRANITE | PLAIN | TIED | {"logits_scaling": 8.0} | theta(1e7), "ggml/refact", "refact", (),
         "ibm-granite-granite-3.3-2B-Instruct.jinja",
+    ),
+    "Granite 4.0 1B": Case(
+        "granitemoehybrid",
+        GRANITE | PLAIN | TIED | GRANITE4 | {"logits_scaling": 6.0} | theta(1e7), "npm/gpt35turbo", "dbrx", (),
+        "ibm-granite-granite-4.0.jinja", added=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        stored={"layer_types": ["attention"] * 2},
     ),
     "Granite 3.1 1B-A400M": Case(
         "granitemoe",

@@ -40,10 +40,10 @@ _NOT_USED: dict[str, tuple[float, ...]] = {
 """Key -> the values that have no effect, as if the key were missing."""
 _SAYS_NOTHING = re.compile(
     r"attention\.layer_norm(_rms)?_epsilon|rope\.(dimension_sections|freq_base_swa|scaling\.\w+)"
-    r"|n_deepstack_layers|classifier\.output_labels|(vision|audio|mm)\..*"
+    r"|n_deepstack_layers|classifier\.output_labels|(vision|audio|mm|ssm)\..*"
 )
 """Keys without effect where the architecture does not read them: of other norms, of the positions of images, of
-windows or a scaling that the model lacks, of parts that do not run."""
+windows, a scaling or state spaces that the model lacks, of parts that do not run."""
 _OF_EXPERTS = re.compile(r"expert_(?!used_count)\w+|interleave_moe_layer_step|moe_every_n_layers")
 """Keys without effect in a model without experts."""
 _MAX_LENGTH = 4096  # of a value: no architecture has more layers
@@ -90,10 +90,13 @@ class Metadata(Fields):
         return self.key(name) in self.raw
 
     def int_(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return a positive integer. In a file, it may be a list of equal ones, one for each layer."""
         if default is None:
             self.required(self.key(name))
-        return self.integer(self.key(name), default or 1)
+        value = self.get(self.key(name), default)
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            value = value[0]
+        return require_int(self.key(name), value, 1, 2**31 - 1)
 
     def ints(self, name: str, count: int) -> list[int]:
         """Return `count` positive integers, one for each layer, or a number that stands for all of them."""

@@ -99,3 +99,36 @@ GRANITEMOE = GRANITE.derive(
     written=False,
 )
 """Granite 3 with experts: Granite's factors; the experts of a layer are two tensors."""
+
+_IDLE = (
+    "intermediate_size num_experts_per_tok init_method time_step_limit mamba_chunk_size mamba_conv_bias mamba_d_conv"
+    " mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias"
+).split()
+_SHARED = ("shared_mlp.gate", "shared_mlp.up")  # of these a stored tensor is made
+
+
+def _read_dense(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    f.required("position_embedding_type")  # without it, there are no positions
+    if f.required("layer_types") not in [[kind] * config.n_layer for kind in ("attention", "full_attention")]:
+        raise f.error("layer_types", f"is not attention in all {config.n_layer} layers: others are not supported")
+    return _read_layers(f, config)
+
+
+GRANITEMOEHYBRID = GRANITE.derive(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    {"shared_intermediate_size": ("n_inner", 1024)},
+    {"mlp.c_gate": _SHARED[0], "mlp.c_fc": _SHARED[1], "mlp.c_proj": "shared_mlp.output_linear"},
+    without=("intermediate_size",),
+    biases=ATTENTION_BIAS,
+    only={"position_embedding_type": ("rope",), "num_local_experts": (0,), "normalization_function": ("rmsnorm",)},
+    harmless=(*experts.HARMLESS, *_IDLE),
+    read_layers=_read_dense,
+    write_layers=lambda config: (
+        _write_layers(config)
+        | {"position_embedding_type": "rope", "num_local_experts": 0, "layer_types": ["attention"] * config.n_layer}
+    ),
+    fused={"shared_mlp.input_linear": _SHARED},
+    written=False,
+)
+"""Granite 4 without Mamba layers (350M, 1B, Micro): Granite whose MLP has other names."""
