@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.entrypoints.streams import OutputStream, TextStream
     from nanoinfer.errors import NanoinferError, ResultError
+    from nanoinfer.lora_request import LoRARequest
     from nanoinfer.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -56,6 +57,7 @@ __all__ = [
     "Delta",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "LoglikelihoodOutput",
     "Logprob",
     "NanoinferError",
@@ -78,6 +80,7 @@ _MODULES = {
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncOutputStream": "entrypoints.async_streams",
     "LLM": "entrypoints.llm",
+    "LoRARequest": "lora_request",
     "BeamSearchParams": "sampling_params",
     "NanoinferError": "errors",
     "OutputStream": "entrypoints.streams",

@@ -43,6 +43,12 @@ class EngineConfig:
     """CPU threads of engine native (default: the number of CPUs of this process)."""
     graph_memory: int | None = None
     """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
+    enable_lora: bool = False
+    """Whether requests may name LoRA adapters (docs/lora.md)."""
+    max_loras: int = 8
+    """Maximum number of adapters in memory."""
+    max_lora_rank: int = 16
+    """Maximum rank of an adapter."""
     sampler: str = "auto"
     """auto (the fastest one, whose tokens are the reference's), or reference."""
 
@@ -55,6 +61,9 @@ class EngineConfig:
         keep_int(self, "max_num_seqs", 1, 65536, optional=True)
         keep_int(self, "kv_cache_memory", 1, optional=True)
         keep_int(self, "graph_memory", 0, optional=True)
+        keep_int(self, "max_loras", 1, 1024)
+        keep_int(self, "max_lora_rank", 1, 1024)
+        require_bool("enable_lora", self.enable_lora)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["open", "open", "extend", "keep", "close"]))
         if action == "open" and len(running) < limits.max_num_seqs:
             sequence = new_sequence(data.draw(tokens), data.draw(salts))
-            entry, length = cache.find(sequence.token_ids, sequence.request.salt)
+            entry, length = cache.find(sequence.token_ids, sequence.request.cache_key)
             length = min(length, entry.num_cached) if entry is not None else 0
             cache.open(sequence, list(sequence.token_ids), entry, length)
             sequence.num_cached = length
@@ -85,11 +85,11 @@ def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
         assert set(engine.handles) == handles
         wanted, salt = data.draw(tokens), data.draw(salts)
         entries = [(s.prompt_token_ids, s.num_cached) for s in running if s.request.salt == salt]
-        idle = [e for e in cache._idle if e.salt == salt]
+        idle = [e for e in cache._idle if e.key == (salt, 0)]
         assert all(engine.held[e.handle] == e.token_ids for e in idle)
         entries += [(e.token_ids, len(e.token_ids)) for e in idle]
         longest = max([num_common(ids, wanted[:-1]) for ids, _ in entries], default=0)
-        found, length = cache.find(wanted, salt)
+        found, length = cache.find(wanted, (salt, 0))
         assert length == longest
         if found is not None:
             assert found.token_ids[:length] == wanted[:length]

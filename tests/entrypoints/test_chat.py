@@ -521,7 +521,7 @@ def test_a_sequence_is_kept_while_a_step_is_in_flight(end: str) -> None:
             core.abort(request)
     made = request.sequences[0].token_ids
     assert made == first + tokens[: len(made) - len(first)]
-    assert core.scheduler.cache.find([*made, 0], None)[1] in (len(made), len(made) - 1)
+    assert core.scheduler.cache.find([*made, 0], (None, 0))[1] in (len(made), len(made) - 1)
     check(core)
     for extra in (4, 7):  # continues the sequence, once during the other's steps and once after them
         longer = made + prompt(extra, 2)

@@ -22,7 +22,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "speculative_config": ([], [{"method": "ngram"}]),
     "gpu_memory_utilization": ([0.9, "a"], []),
     "limit_mm_per_prompt": ([], [{"image": 1}]),
-    "enable_lora": ([], [True]),
+    "lora_dtype": ([], ["float16"]),
     "revision": ([], ["v2"]),
 }
 
@@ -57,7 +57,7 @@ def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.L
     assert not any("vLLM" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_sise", "max_loras", "hf_overrides"])
+@pytest.mark.parametrize("name", ["tensor_parallel_sise", "max_lora", "hf_overrides"])
 def test_an_unknown_name_is_found_before_a_value_is_refused(name: str) -> None:
     message = rf"argument '{name}': help\(LLM\) and docs/from-vllm.md list them$"
     with pytest.raises(TypeError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,30 +39,32 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 V = TINY.vocab_size
 slow_if_interpreted = pytest.mark.slow_if(lambda name: name == "triton" and INTERPRETED)
 nightly_if_interpreted = pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
-BLOCKS: defaultdict[tuple[str, ModelConfig], dict[tuple[torch.Size, int, bool, bool], RunBlock]] = defaultdict(dict)
+BLOCKS: defaultdict[tuple[str, ModelConfig], dict[tuple[torch.Size, int, bool, bool, bool], RunBlock]] = defaultdict(
+    dict
+)
 """What the compiled engines of all tests have compiled: most of their models have the same shapes."""
 
 
-def make_engine(name: str, gpt: Transformer, max_num_seqs: int = 4) -> Engine:
-    """Return an engine. On a CPU, graphs are recordings of operations (recorded.py), blocks are traced only, and
-    Triton's kernels are interpreted."""
-    device = gpt.lm_head.weight.device
+def make_engine(name: str, gpt: Transformer, max_num_seqs: int = 4, **options: Any) -> Engine:
+    """Return an engine with options of EngineConfig. On a CPU, graphs are recordings of operations (recorded.py),
+    blocks are traced only, and Triton's kernels are interpreted."""
+    device, config = gpt.lm_head.weight.device, EngineConfig(max_num_seqs=max_num_seqs, graph_memory=2**30, **options)
     limits = make_limits(gpt.config, max_num_seqs)
     if name == "compiled":
-        engine = CompiledEngine(gpt, limits, backend="inductor" if device.type == "cuda" else "eager")
+        engine = CompiledEngine(gpt, limits, config, backend="inductor" if device.type == "cuda" else "eager")
         engine._compiled = BLOCKS[device.type, gpt.config]
         return engine
     if name == "cuda_graph" and device.type == "cpu":
-        return CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder())
+        return CudaGraphEngine(gpt, limits, config, recorder=FakeRecorder())
     if name == "triton" and device.type == "cpu" and find_spec("triton"):
         from nanoinfer.engines.triton_engine import TritonEngine
 
         # Its kernels run in Triton's interpreter, whose work no recording sees: so there are none.
-        return TritonEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder(fail_at=0))
+        return TritonEngine(gpt, limits, config, recorder=FakeRecorder(fail_at=0))
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
-    return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), str(device))
+    return registry.build(spec, weights_of(gpt), replace(config, graph_memory=None), str(device))
 
 
 def make_core(engine: Engine, **options: int) -> Core:

@@ -53,7 +53,7 @@ class TableEngine:
         self.held[handle] = tokens
         return handle
 
-    def open(self) -> Handle:
+    def open(self, adapter: int = 0) -> Handle:
         self._call("open")
         return self._new([])
 

@@ -114,7 +114,7 @@ TORCH = {
     "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
     "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
     "engines/triton_layers.py", "engines/triton_modules.py", "kernels/triton", "kv/slots.py",
-    "models/attention.py", "models/experts.py", "models/transformer.py",
+    "models/adapters.py", "models/attention.py", "models/experts.py", "models/transformer.py",
     "models/layers.py",
     "models/other_attention.py", "sampling/triton.py",
     "training",

@@ -313,7 +313,7 @@ class Timed:
         self.sizes: list[int] = []
         self.fail_at = 0
 
-    def open(self) -> Handle:
+    def open(self, adapter: int = 0) -> Handle:
         self.calls.append("open")
         return Handle(3)
 

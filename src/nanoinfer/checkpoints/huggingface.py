@@ -75,7 +75,7 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
         known = "save it as compressed-tensors, or use a GGUF file"
         raise NanoinferError(f"{escaped(path)}: weights quantized by modelopt are not supported: {known}")
     stored: dict[str, StoredTensor] = {}
-    files = [_text_part(_tensors(path)) for path in weight_files(folder)]
+    files = [text_part(read_tensors(path)) for path in weight_files(folder)]
     prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
     for tensors in files:
         for key, tensor in tensors.items():
@@ -113,11 +113,12 @@ def refuse_adapter(folder: Path) -> None:
     )
 
 
-def _tensors(path: Path) -> dict[str, StoredTensor]:
-    return stored_tensors(read_checkpoint(path), path) if path.name == PICKLED else read_safetensors(path)
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by their names. Raises NanoinferError if it is malformed."""
+    return stored_tensors(read_checkpoint(path), path) if path.suffix == ".bin" else read_safetensors(path)
 
 
-def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors without those for images. The text model's get the names that they have without images."""
     text_tensors = {}
     for name, tensor in tensors.items():

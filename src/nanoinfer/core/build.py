@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from nanoinfer.checkpoints.load import fit_engine, load_model
 from nanoinfer.config import LLMConfig
+from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
 from nanoinfer.engines import first_use, registry
@@ -80,12 +81,12 @@ def build_core(config: LLMConfig) -> BuiltCore:
             stored = loaded.weights.stored_dtype
             log.info("dtype=auto: using %s%s", dtype, f" (the checkpoint is {stored})" if stored != dtype else "")
     drafts = DraftFactory(model, options)
-    if speculation.draft is not None:
-        options = drafts.leave_room(speculation.draft)
+    options = options if speculation.draft is None else drafts.leave_room(speculation.draft)
     engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
     scheduler = Scheduler(engine, config.scheduler)
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
-    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap)
+    adapters = Adapters(scheduler, model.config, options)
+    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap, adapters=adapters)
     drafts.start(engine)
     if speculation.draft is not None:
         core.speculator = drafts.speculator(speculation)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
@@ -70,6 +71,7 @@ class Core:
         speculator: proposes tokens to verify; None: every step samples one token. A request keeps the speculator that
             is set when it is submitted.
         overlap: launches a step before the tokens of the previous one are read; None: tokens are read in each step.
+        adapters: loads those of requests; None: requests have none.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Core:
         clock: Callable[[], float] = time.perf_counter,
         speculator: Speculator | None = None,
         overlap: OverlapScheduler | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
@@ -89,7 +92,7 @@ class Core:
         self.clock = clock
         self.speculator = speculator
         self.observer: Observer = NoObserver()
-        self._overlap = overlap
+        self._overlap, self.adapters = overlap, adapters
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
@@ -158,10 +161,13 @@ class Core:
 
         Raises:
             QueueFull: max_num_queued requests would not be enough. None of them is queued.
+            NanoinferError: an adapter has no place (`Adapters.load`). None of them is queued.
         """
         self.between_steps(lambda: self._submit(requests))
 
     def _submit(self, requests: Seq[Request]) -> None:
+        if self.adapters is not None:
+            self.adapters.load(requests)
         self.scheduler.add(*requests)
         for request in requests:
             self.outputs.add(request)

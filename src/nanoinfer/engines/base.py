@@ -23,6 +23,7 @@ from nanoinfer.config import EngineLimits, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from nanoinfer.checkpoints.adapters import Adapter
     from nanoinfer.utils.arrays import Array
 
 Handle = NewType("Handle", int)
@@ -70,8 +71,19 @@ class Engine(Protocol):
     model: nn.Module | None
     """The reference model whose modules the steps run; None if the engine has its own kernels."""
 
-    def open(self) -> Handle:
-        """Return an empty sequence. Raises NanoinferError when max_num_seqs + max_idle_seqs are open."""
+    def open(self, adapter: int = 0) -> Handle:
+        """Return an empty sequence, which an adapter that is loaded processes; 0: none does.
+
+        Raises NanoinferError when max_num_seqs + max_idle_seqs are open, or if there is no such adapter."""
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Return the number of an adapter for `open`, from 1 on.
+
+        Raises NanoinferError when max_loras are loaded, or if the engine was built without enable_lora."""
+
+    def unload_adapter(self, number: int) -> None:
+        """Free an adapter. Its number may be that of another one afterwards. Raises NanoinferError if a sequence has
+        it."""
 
     def extend(self, batch: StepBatch) -> Array:
         """Append new tokens to open sequences and return logits.
@@ -113,7 +125,7 @@ class Engine(Protocol):
         """Remove the tokens from position `length` on, 0 <= length <= self.length(handle)."""
 
     def fork(self, handle: Handle) -> Handle:
-        """Return a new sequence with the same tokens. Raises NanoinferError as `open`."""
+        """Return a new sequence with the same tokens and adapter. Raises NanoinferError as `open`."""
 
     def close(self, handle: Handle) -> None:
         """Free a sequence. Its handle is invalid afterwards."""

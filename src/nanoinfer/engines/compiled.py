@@ -55,7 +55,7 @@ class CompiledEngine(CudaGraphEngine):
     ) -> None:
         super().__init__(model, limits, config, recorder=recorder)
         self._backend = backend
-        self._compiled: dict[tuple[torch.Size, int, bool, bool], RunBlock] = {}
+        self._compiled: dict[tuple[torch.Size, int, bool, bool, bool], RunBlock] = {}
 
     def warm_up(self, sample: SampleSlots) -> None:
         """Do nothing: to compile the blocks of all shapes takes minutes."""
@@ -66,7 +66,7 @@ class CompiledEngine(CudaGraphEngine):
         arguments = (self.config, block, x, rotation, k, v, step.slots, step.pos, mask, step.dense)
         if x.shape[1] > 1:
             return run_block(*arguments)
-        key = (x.shape, step.context, step.dense, rotation is None)
+        key = (x.shape, step.context, step.dense, rotation is None, self._has_adapters)
         if key in self._compiled:
             return self._compiled[key](*arguments)
         run = self._compile()

@@ -77,5 +77,5 @@ class CudaGraphEngine(StaticShapeEngine):
                 break
         log.info("captured %d CUDA graphs in %.1f s", len(self.graphs), time.perf_counter() - start)
 
-    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
+    def _execute(self, key: tuple[Bucket, bool, bool], compute: Callable[[], StepOutput]) -> StepOutput:
         return self.graphs.run(key, compute)

@@ -26,6 +26,10 @@ class RecomputeEngine(TorchEngine):
         super().__init__(model, limits, config)
         self._tokens: dict[Handle, list[int]] = {}
 
+    def _rows(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+        num_seqs = len(batch.handles)  # a row of the padded batch for each
+        return list(range(1, num_seqs + 1)), [1] * num_seqs
+
     def _run(self, batch: StepBatch) -> Tensor:
         new = iter(batch.token_ids)
         rows = [

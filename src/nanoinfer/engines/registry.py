@@ -71,23 +71,27 @@ ENGINES: dict[str, EngineSpec] = {
             "run the whole prefix for every token; the reference of all others",
             "nanoinfer.engines.recompute:RecomputeEngine",
             memory="none",
+            options=("enable_lora",),
         ),
         EngineSpec(
             "dynamic",
             "keep keys and values, append to them by concatenation",
             "nanoinfer.engines.dynamic:DynamicEngine",
+            options=("enable_lora",),
         ),
         EngineSpec(
             "static",
             "allocate keys and values once, write in place",
             "nanoinfer.engines.static:StaticEngine",
             memory="slots",
+            options=("enable_lora",),
         ),
         EngineSpec(
             "paged",
             "keys and values in blocks of one pool; prefixes shared by reference",
             "nanoinfer.engines.paged:PagedEngine",
             memory="blocks",
+            options=("enable_lora",),
             preferred=False,  # it gathers keys and values, which `static` reads in place
         ),
         EngineSpec(
@@ -95,7 +99,7 @@ ENGINES: dict[str, EngineSpec] = {
             "torch.compile over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
             memory="padded slots",
-            options=("graph_memory",),
+            options=("graph_memory", "enable_lora"),
             preferred=False,  # the first step of each shape takes seconds to compile
         ),
         EngineSpec(
@@ -104,7 +108,7 @@ ENGINES: dict[str, EngineSpec] = {
             "nanoinfer.engines.cuda_graph:CudaGraphEngine",
             devices=("cuda",),
             memory="padded slots",
-            options=("graph_memory",),
+            options=("graph_memory", "enable_lora"),
         ),
         EngineSpec(
             "native",
@@ -177,7 +181,8 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) ->
     ):
         if value not in have:
             return f"{name}={value!r} is not supported: use one of {', '.join(map(str, have))}"
-    for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None), ("graph_memory", None)):
+    neutral_values = {"kv_cache_dtype": "auto", "threads": None, "graph_memory": None, "enable_lora": False}
+    for name, neutral in neutral_values.items():
         has = name in spec.options and not (name == "graph_memory" and device == "cpu")  # no graphs there
         if not has and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"

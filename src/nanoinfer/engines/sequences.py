@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils import processes
+
+if TYPE_CHECKING:
+    from nanoinfer.checkpoints.adapters import Adapter
 
 DEFAULTS = EngineConfig()
 
@@ -21,15 +24,20 @@ class Sequences:
     can_overlap = False
     model: Any = None
 
-    def __init__(self, config: ModelConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: ModelConfig, limits: EngineLimits, options: EngineConfig = DEFAULTS) -> None:
         self.config = config
         self.limits = limits
+        self._max_loras = options.max_loras if options.enable_lora else 0
         self._lengths: dict[Handle, int] = {}
+        self._adapters: set[int] = set()
+        self._adapter_of: dict[Handle, int] = {}  # 0: none
         self._next_handle = 0
         self._generation = processes.generation()
 
-    def open(self) -> Handle:
+    def open(self, adapter: int = 0) -> Handle:
         """Return an empty sequence."""
+        if adapter and adapter not in self._adapters:
+            raise NanoinferError(f"adapter {adapter!r} is not loaded: use a number that load_adapter returned")
         limit, idle = self.limits.max_num_seqs, self.limits.max_idle_seqs
         if len(self._lengths) >= limit + idle:
             beside = f" and {idle} idle ones" if idle else ""
@@ -38,6 +46,7 @@ class Sequences:
                 " raise max_num_seqs"
             )
         handle = Handle(self._next_handle)
+        self._adapter_of[handle] = adapter
         self._open(handle)
         self._next_handle += 1
         self._lengths[handle] = 0
@@ -61,7 +70,7 @@ class Sequences:
     def fork(self, handle: Handle) -> Handle:
         """Return a new sequence with the same tokens."""
         length = self.length(handle)
-        child = self.open()
+        child = self.open(self._adapter_of[handle])
         self._fork(handle, child)
         self._lengths[child] = length
         return child
@@ -70,7 +79,7 @@ class Sequences:
         """Free a sequence."""
         self.length(handle)
         self._close(handle)
-        del self._lengths[handle]
+        del self._lengths[handle], self._adapter_of[handle]
 
     @property
     def handles(self) -> Collection[Handle]:
@@ -95,6 +104,25 @@ class Sequences:
         """Close all sequences, also after an exception in the middle of a call."""
         self._reset()
         self._lengths.clear()
+        self._adapter_of.clear()
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Return the number of an adapter for `open`, from 1 on."""
+        free = [n for n in range(1, self._max_loras + 1) if n not in self._adapters]
+        if not free:
+            limit = f"max_loras={self._max_loras} are" if self._max_loras else "none may be, without enable_lora=True,"
+            raise NanoinferError(f"{len(self._adapters)} adapters are loaded; {limit} the limit")
+        self._load_adapter(free[0], adapter)
+        self._adapters.add(free[0])
+        return free[0]
+
+    def unload_adapter(self, number: int) -> None:
+        """Free an adapter."""
+        if number not in self._adapters or number in self._adapter_of.values():
+            why = "has open sequences: close them first" if number in self._adapters else "is not loaded"
+            raise NanoinferError(f"adapter {number!r} {why}")
+        self._adapters.remove(number)
+        self._unload_adapter(number)
 
     def _advance(self, batch: StepBatch) -> None:
         """Add a step's tokens to the lengths. No other code advances them."""
@@ -133,6 +161,12 @@ class Sequences:
             raise NanoinferError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     # Defined by derived engines -------------------------------------------------------------------------------
+
+    def _load_adapter(self, number: int, adapter: Adapter) -> None:
+        raise NotImplementedError
+
+    def _unload_adapter(self, number: int) -> None:
+        raise NotImplementedError
 
     def _open(self, handle: Handle) -> None:
         raise NotImplementedError

@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoints.adapters import TARGETS
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Handle, SampleSlots, StepBatch
@@ -37,6 +38,7 @@ from nanoinfer.engines.transfers import PendingTokens, StepInputs, select
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
+from nanoinfer.models.adapters import StepAdapters, adapt
 from nanoinfer.models.attention import AttentionSpec, Masking, attention_backends, scaled_attention
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import Rotation
@@ -92,9 +94,12 @@ class StaticShapeEngine(ModelEngine):
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token sampled last for each slot; the last element takes the tokens of rows that sample none."""
+        self._slot_adapters = torch.zeros_like(self._last)
+        """The adapter of the sequence in each slot; 0: none."""
         self._range = torch.arange(max(columns, buckets.MAX_TOKENS), device=self.device)
         self._masked = torch.tensor([float("-inf"), 0.0], dtype=self.dtype, device=self.device)
         self._on_device = torch.cuda.device_of(self._last)  # type: ignore[no-untyped-call]
+        self._has_adapters = False  # whether a sequence of the running sub-batch has one
         self._sampled: set[Handle] = set()
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
@@ -102,6 +107,9 @@ class StaticShapeEngine(ModelEngine):
         for module in model.modules():
             if isinstance(module, ExpertMLP):
                 module.static_shapes = True
+
+    def _adapt(self, config: EngineConfig) -> StepAdapters:
+        return adapt(self.model, TARGETS, stack=(config.max_loras, config.max_lora_rank))
 
     # The step --------------------------------------------------------------------------------------------
 
@@ -158,6 +166,7 @@ class StaticShapeEngine(ModelEngine):
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
         for source, target in self._cache.compact(self._lengths):
             self._last[target] = self._last[source]
+            self._slot_adapters[target] = self._slot_adapters[source]
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
         return buckets.plan(slots, starts, batch.num_new, self._bucket_limits)
@@ -175,9 +184,11 @@ class StaticShapeEngine(ModelEngine):
         if inputs is None:
             inputs = self._inputs[shape.rows, shape.tokens] = StepInputs(shape.rows, shape.tokens, self.device)
         inputs.put(self._rows(part, batch, sampler_slots))
+        self._has_adapters = any(self._adapter_of[batch.handles[i]] for i in part.members)
         try:
             with self._on_device:  # Triton launches there
-                out = self._execute((shape, sample is not None), lambda: self._compute(inputs, shape, sample))
+                key = shape, sample is not None, self._has_adapters
+                out = self._execute(key, lambda: self._compute(inputs, shape, sample))
         except BaseException:
             inputs.invalidate()
             raise
@@ -200,7 +211,7 @@ class StaticShapeEngine(ModelEngine):
             )
         return rows
 
-    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
+    def _execute(self, key: tuple[Bucket, bool, bool], compute: Callable[[], StepOutput]) -> StepOutput:
         """Run `compute`. For equal keys it is the same function of the same tensors."""
         return compute()
 
@@ -235,6 +246,7 @@ class StaticShapeEngine(ModelEngine):
 
     def _forward(self, step: StepTensors) -> Tensor:
         """Store the new keys and values, and return the final hidden states, (R, n, C)."""
+        self._step_adapters.index = self._slot_adapters[step.slots] if self._has_adapters else None
         masks = {window: self._mask(step, window) for window in self.config.windows}
 
         def run_block(layer: int, block: Block, x: Tensor, rotation: Rotation | None) -> Tensor:
@@ -283,7 +295,9 @@ class StaticShapeEngine(ModelEngine):
             )
 
     def _open(self, handle: Handle) -> None:
-        self._cache.open(handle)
+        slot = self._cache.open(handle)
+        if self._max_loras:
+            self._slot_adapters[slot] = self._adapter_of[handle]
 
     def _truncate(self, handle: Handle, length: int) -> None:
         self._cache.clear(self._cache.slot(handle), length, self._lengths[handle])

@@ -8,13 +8,16 @@ the cache changes on fork, truncate and close.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
+from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
 from nanoinfer.models.attention import LayerCache, attention_backends
 from nanoinfer.models.transformer import Transformer
 
@@ -31,13 +34,31 @@ class ModelEngine(Sequences):
     model: Transformer
 
     def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
-        super().__init__(model.config, limits)
+        super().__init__(model.config, limits, config)
         self.model = model
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
         self.survives_fork = self.device.type == "cpu"
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         lay_out(model)
+        self._step_adapters = self._adapt(config) if config.enable_lora else StepAdapters()
+
+    def _adapt(self, config: EngineConfig) -> StepAdapters:
+        """Replace the layers of the model that adapters may update."""
+        return adapt(self.model, TARGETS)
+
+    @torch.inference_mode()
+    def _load_adapter(self, number: int, adapter: Adapter) -> None:
+        for name in adapter.updates:
+            layer = cast(AdaptedLinear, self.model.get_submodule(name))
+            a, b = (torch.from_numpy(x) for x in adapter.joined(name, layer.out_features))
+            layer.load(number, a.to(self.device, self.dtype), b.to(self.device, self.dtype))
+
+    @torch.inference_mode()
+    def _unload_adapter(self, number: int) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, AdaptedLinear):
+                layer.unload(number)
 
     @staticmethod
     def check(config: ModelConfig) -> None:
@@ -60,6 +81,7 @@ class TorchEngine(ModelEngine):
         if not batch.handles:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
+        self._step_adapters.groups = self._groups(batch)
         with attention_backends(self.device):
             try:
                 self._hidden = self._run(batch)  # (sum(num_logits), C)
@@ -68,6 +90,18 @@ class TorchEngine(ModelEngine):
                 raise
         self._advance(batch)
         return self.model.logits(self._hidden[:0] if batch.hidden_only else self._hidden)
+
+    def _groups(self, batch: StepBatch) -> list[tuple[int, Tensor]]:
+        """Return the adapters of a step, and the rows of each."""
+        rows: dict[int, list[int]] = {}
+        for handle, end, n in zip(batch.handles, *self._rows(batch), strict=True):
+            if adapter := self._adapter_of[handle]:
+                rows.setdefault(adapter, []).extend(range(end - n, end))
+        return [(adapter, torch.tensor(some, device=self.device)) for adapter, some in rows.items()]
+
+    def _rows(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+        """Return the end of each sequence's rows in the first dimension of the layers' inputs, and their number."""
+        return list(accumulate(batch.num_new)), batch.num_new
 
     def _run(self, batch: StepBatch) -> Tensor:
         """Return the hidden states of the requested logits, (sum(num_logits), C)."""

@@ -37,6 +37,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import (
     EmbeddingRequestOutput,
     LoglikelihoodOutput,
@@ -121,6 +122,7 @@ class AsyncLLM:
         sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         output_kind: str | None = None,
         check: Callable[[int], None] | None = None,
@@ -137,6 +139,7 @@ class AsyncLLM:
             sampling_params: SamplingParams or BeamSearchParams; None: those of the model's generation_config.json. With
                 best_of, and for a beam search, there is one output, at the end.
             request_id: for `abort`, and in the outputs. None: a random one.
+            lora_request: its adapter; the model has enable_lora=True.
             priority: requests of smaller priority are admitted first.
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
                 before, and only those of the n outputs that have some. final_only: one output at the end. None: that of
@@ -153,7 +156,7 @@ class AsyncLLM:
                 called.
             ResultError: from the iterator: the request has failed, for example because logits are not finite.
         """
-        making = self._make(lambda: prompt, sampling_params, priority, check)
+        making = self._make(lambda: prompt, sampling_params, priority, check, lora=lora_request)
         return self._stream(making, request_id, output_kind, sampling_params)
 
     def chat(
@@ -163,6 +166,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         output_kind: str | None = None,
         check: Callable[[int], None] | None = None,
@@ -175,7 +179,7 @@ class AsyncLLM:
         Args:
             messages, options: as for `LLM.chat`.
             cache_salt: only conversations and prompts of the same salt share their prefixes.
-            sampling_params, request_id, priority, output_kind, check: as for `generate`.
+            sampling_params, request_id, lora_request, priority, output_kind, check: as for `generate`.
 
         Raises:
             NanoinferError: as `generate`. From the iterator: a message or a tool is malformed, the model has no chat
@@ -192,7 +196,7 @@ class AsyncLLM:
             reader.answers = rendered.answers
             return rendered
 
-        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt)
+        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt, lora=lora_request)
         return self._stream(making, request_id, output_kind, sampling_params, reader)
 
     def _make(
@@ -203,8 +207,9 @@ class AsyncLLM:
         check: Callable[[int], None] | None,
         *,
         salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> Generator[Workers, None, Request]:
-        """Make a request; yield the workers that run the next part. `salt`: of a chat."""
+        """Make a request; yield the workers that run the next part. `salt`: of a chat; `lora`: its adapter."""
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         params = factory.defaults if params is None else params
@@ -226,7 +231,7 @@ class AsyncLLM:
             yield threads.compiling
             if chat is not None:
                 params = chat.compiled(factory).params
-        request = factory.make(content, params, salt=salts[0], priority=priority)
+        request = factory.make(content, params, salt=salts[0], priority=priority, lora=lora)
         request.prompt = text
         return request
 

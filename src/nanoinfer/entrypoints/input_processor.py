@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
@@ -14,6 +15,7 @@ from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, input_too_long, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
@@ -23,6 +25,8 @@ from nanoinfer.tokenizers.tokenizer import LONG_TEXT
 from nanoinfer.utils.checks import require_int, show
 
 Params = SamplingParams | BeamSearchParams
+Lora = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or of each; None: none."""
 log = logging.getLogger("nanoinfer")
 
 
@@ -73,6 +77,7 @@ class RequestFactory:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None,
         priority: Sequence[int] | None = None,
+        lora: Lora = None,
     ) -> list[Request]:
         """Check and return all requests, without queueing them.
 
@@ -80,6 +85,7 @@ class RequestFactory:
             prompts: in all supported forms, with or without `cache_salt`.
             params: for all prompts, or one for each; None: the defaults.
             priority: of each prompt; None: 0.
+            lora: the adapter of all prompts, or of each; None: none.
         """
         salts: list[str | None] = []
         many = as_list(prompts, salts)
@@ -87,14 +93,33 @@ class RequestFactory:
         ranks = [0] * len(many) if priority is None else list(priority)
         if len(ranks) != len(many):
             raise NanoinferError(f"{len(many)} prompts, but {len(ranks)} priorities: give one for each prompt")
+        loras: list[Any] = list(lora) if isinstance(lora, (list, tuple)) else [lora] * len(many)
+        if len(loras) != len(many):
+            raise NanoinferError(
+                f"{len(many)} prompts, but {len(loras)} lora_requests: give one, or one for each prompt"
+            )
         requests = []
-        for i, (prompt, p, salt, rank) in enumerate(zip(many, each, salts, ranks, strict=True)):
+        for i, (prompt, p, salt, rank, adapter) in enumerate(zip(many, each, salts, ranks, loras, strict=True)):
             with numbered(i, len(many)):
-                requests.append(self.make(prompt, p, salt=salt, priority=rank))
+                requests.append(self.make(prompt, p, salt=salt, priority=rank, lora=adapter))
         return requests
 
-    def make(self, prompt: str | list[int], params: Params, *, salt: str | None = None, priority: int = 0) -> Request:
-        """Check and return one request without queueing it. `salt`, `priority`: see `Core.make`."""
+    def make(
+        self,
+        prompt: str | list[int],
+        params: Params,
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        lora: LoRARequest | None = None,
+    ) -> Request:
+        """Check and return one request without queueing it.
+
+        Args:
+            prompt, params: of the request.
+            salt, priority: see `Core.make`.
+            lora: its adapter; None: none.
+        """
         priority = require_int("priority", priority, -(2**31), 2**31 - 1)
         self._model.require_head()
         search = None
@@ -117,6 +142,9 @@ class RequestFactory:
             compiled = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)
+        if lora is not None:
+            assert self._core.adapters is not None
+            self._core.adapters.assign(lora, request)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

@@ -20,7 +20,7 @@ from nanoinfer.core.beam_search import beam_search_output
 from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
-from nanoinfer.entrypoints.input_processor import Params, RequestFactory
+from nanoinfer.entrypoints.input_processor import Lora, Params, RequestFactory
 from nanoinfer.entrypoints.pooling import Pooler, make_all, pairs, scores
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
@@ -28,6 +28,7 @@ from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -113,6 +114,7 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Lora = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one or several prompts and return their outputs in order.
@@ -126,6 +128,7 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: those of the model's generation_config.json. With
                 BeamSearchParams the outputs are those of a beam search, the best first.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
+            lora_request: a LoRARequest for all prompts, or one or None for each; the model has enable_lora=True.
             priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
 
         Raises:
@@ -134,7 +137,7 @@ class LLM:
         """
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        requests = self.requests.make_all(prompts, sampling_params, priority)
+        requests = self.requests.make_all(prompts, sampling_params, priority, lora_request)
         return self._run(requests, "generate", use_tqdm)
 
     def _run(self, requests: Sequence[Request], what: str, use_tqdm: bool | None) -> list[RequestOutput]:
@@ -149,7 +152,12 @@ class LLM:
         return [self.core.output(r) for r in requests]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: Lora = None,
+        use_tqdm: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the beam_width outputs with the highest scores that a beam search finds for each prompt.
 
@@ -157,7 +165,7 @@ class LLM:
         search that fails (such as by logits that are not finite) has no sequences, and the message in `error`.
 
         Args:
-            prompts, use_tqdm: as for `generate`.
+            prompts, lora_request, use_tqdm: as for `generate`.
             params: of all searches. See docs/beam-search.md.
 
         Raises:
@@ -165,10 +173,16 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise NanoinferError(f"params={show(params)} is not a BeamSearchParams")
-        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         return [beam_search_output(output, params, lambda token: self.decode([token])) for output in outputs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> TextStream:
         """Generate for one prompt (n=1) and yield the output text in pieces of whole characters.
 
         The call checks the arguments, before the first iteration. Closing or dropping the iterator ends the request.
@@ -187,12 +201,14 @@ class LLM:
                 " stream_outputs"
             )
         self.model.require_tokenizer()
-        return TextStream(OutputStream(self.core, self.requests.make_all([prompt], params)))
+        return TextStream(OutputStream(self.core, self.requests.make_all([prompt], params, lora=lora_request)))
 
     def stream_outputs(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        lora_request: Lora = None,
     ) -> tuple[list[int], OutputStream]:
         """Generate for any number of prompts; yield the deltas of each step, and the output of each finished request.
 
@@ -202,7 +218,7 @@ class LLM:
             the request ids in the order of the prompts, and the iterator. Closing, dropping or interrupting the
             iterator ends the unfinished requests.
         """
-        requests = self.requests.make_all(prompts, sampling_params)
+        requests = self.requests.make_all(prompts, sampling_params, lora=lora_request)
         return [r.request_id for r in requests], OutputStream(self.core, requests)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -242,6 +258,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: Lora = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several conversations, and return the outputs in order.
@@ -251,7 +268,7 @@ class LLM:
         Args:
             messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
                 ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
-            sampling_params, use_tqdm: as for `generate`.
+            sampling_params, use_tqdm, lora_request: as for `generate`.
             options: fields of `ChatOptions`: tools, tool_choice, enable_thinking, chat_template, ...; docs/chat.md.
 
         Returns:
@@ -270,7 +287,8 @@ class LLM:
                 prompt = chat_prompt(self.formatter, conversation, chat_options, params)
                 tokens.append({"prompt_token_ids": self.requests.fit(prompt.text, params, rendered=True)})
                 prompts.append(prompt.compiled(self.requests))
-        outputs = self.generate(tokens, [prompt.params for prompt in prompts], use_tqdm=use_tqdm)
+        of_prompts = [prompt.params for prompt in prompts]
+        outputs = self.generate(tokens, of_prompts, use_tqdm=use_tqdm, lora_request=lora_request)
         return [
             replace(AnswerReader(prompt.answers).read(output), prompt=prompt.text)
             for output, prompt in zip(outputs, prompts, strict=True)

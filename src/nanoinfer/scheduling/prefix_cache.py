@@ -5,7 +5,7 @@
 
 A radix tree over token ids has all sequences: running ones by their prompts, and those that ended, which stay
 open, by all of their tokens. Idle sequences are closed, least recently used first, when their blocks or slots are
-needed. Sequences of different salts share nothing.
+needed. Sequences of different salts or adapters share nothing.
 
 All of this uses the engine's verbs and counts of blocks, so it works on every engine. Sharing costs nothing where forks
 share blocks (native, paged); other engines copy. The idea of a radix tree is that of SGLang's RadixAttention (Zheng et
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from nanoinfer.engines.base import Engine, Handle
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import CacheKey, Sequence
 
 MIN_WAIT = 16
 """Tokens that must be gained for a request to wait until another one has processed their common prefix."""
@@ -46,7 +46,7 @@ class Entry:
     handle: Handle
     token_ids: list[int]
     """Its tokens from position 0 on; those of a running one are its prompt."""
-    salt: str | None = None
+    key: CacheKey = (None, 0)
     sequence: Sequence | None = None
     """The running sequence; None: it is idle."""
     end: _Node | None = None
@@ -71,7 +71,7 @@ class PrefixCache:
     def __init__(self, engine: Engine, enabled: bool = True) -> None:
         self.engine = engine
         self.enabled = enabled
-        self._roots: dict[str | None, _Node] = {}
+        self._roots: dict[CacheKey, _Node] = {}
         self._idle: dict[Entry, None] = {}  # least recently used first
         self._running: dict[Sequence, Entry] = {}
         self._max_open = engine.limits.max_num_seqs + engine.limits.max_idle_seqs
@@ -81,13 +81,13 @@ class PrefixCache:
         """Handles of the idle sequences, least recently used first."""
         return [entry.handle for entry in self._idle]
 
-    def find(self, token_ids: list[int], salt: str | None) -> tuple[Entry | None, int]:
+    def find(self, token_ids: list[int], key: CacheKey) -> tuple[Entry | None, int]:
         """Return the sequence with the longest prefix of `token_ids` in common, and the length of that prefix.
 
         It is at most len(token_ids) - 1, because the logits after the last token are needed. Of several sequences, it
         is one that has the prefix cached, if there is one.
         """
-        node, length, limit = self._roots.get(salt), 0, len(token_ids) - 1
+        node, length, limit = self._roots.get(key), 0, len(token_ids) - 1
         if node is None:
             return None, 0
         while length < limit and (child := node.children.get(token_ids[length])) is not None:
@@ -113,7 +113,7 @@ class PrefixCache:
         engine = self.engine
         if entry is None or not num_shared:
             self._free_slot()
-            handle = engine.open()
+            handle = engine.open(sequence.request.adapter)
         elif entry in self._idle and (num_shared == len(entry.token_ids) or not self._free_slot(entry)):
             self._remove(entry)
             handle = entry.handle
@@ -126,7 +126,7 @@ class PrefixCache:
         if engine.length(handle) > num_shared:
             engine.truncate(handle, num_shared)
         if self.enabled:
-            self._running[sequence] = running = Entry(handle, token_ids, sequence.request.salt, sequence)
+            self._running[sequence] = running = Entry(handle, token_ids, sequence.request.cache_key, sequence)
             self._insert(running)
 
     def detach(self, sequence: Sequence) -> None:
@@ -141,11 +141,11 @@ class PrefixCache:
         self.detach(sequence)
         length = min(engine.length(handle), len(sequence.token_ids) - sequence.start)  # the engine may have more
         token_ids = sequence.token_ids[sequence.start : sequence.start + length]
-        if not self.enabled or sequence.error is not None or self._has(token_ids, sequence.request.salt):
+        if not self.enabled or sequence.error is not None or self._has(token_ids, sequence.request.cache_key):
             engine.close(handle)
         else:
             engine.truncate(handle, length)
-            self._idle[entry := Entry(handle, token_ids, sequence.request.salt)] = None
+            self._idle[entry := Entry(handle, token_ids, sequence.request.cache_key)] = None
             self._insert(entry)
         sequence.handle = None
 
@@ -167,9 +167,18 @@ class PrefixCache:
         entry = next((e for e in self._idle if e is not spare), None)
         if entry is None:
             return False
+        self._close(entry)
+        return True
+
+    def _close(self, entry: Entry) -> None:
+        """Close an idle sequence."""
         self._remove(entry)
         self.engine.close(entry.handle)
-        return True
+
+    def close_adapter(self, adapter: int) -> None:
+        """Close the idle sequences of an adapter."""
+        for entry in [entry for entry in self._idle if entry.key[1] == adapter]:
+            self._close(entry)
 
     # Blocks --------------------------------------------------------------------------
 
@@ -206,7 +215,7 @@ class PrefixCache:
     # The tree --------------------------------------------------------------------------------------------
 
     def _insert(self, entry: Entry) -> None:
-        node = self._roots.setdefault(entry.salt, _Node([]))
+        node = self._roots.setdefault(entry.key, _Node([]))
         node.entries[entry] = None
         rest = entry.token_ids
         while rest:
@@ -227,14 +236,14 @@ class PrefixCache:
             parent = node.parent
             if not node.entries:
                 if parent is None:
-                    self._roots.pop(entry.salt, None)
+                    self._roots.pop(entry.key, None)
                 else:
                     parent.children.pop(node.token_ids[0], None)
             node = parent
 
-    def _has(self, token_ids: list[int], salt: str | None) -> bool:
+    def _has(self, token_ids: list[int], key: CacheKey) -> bool:
         """Return whether another sequence has all of these tokens cached."""
-        entry, length = self.find([*token_ids, -1], salt)
+        entry, length = self.find([*token_ids, -1], key)
         return length == len(token_ids) and (entry is None or entry.num_cached >= length)
 
 

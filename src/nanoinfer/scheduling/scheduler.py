@@ -68,6 +68,11 @@ class Scheduler:
         return list(self._running)
 
     @property
+    def adapters(self) -> set[int]:
+        """The adapters of the unfinished requests, as the engine numbers them; 0 stands for none."""
+        return {s.request.adapter for s in (*self._waiting, *self._running)}
+
+    @property
     def num_waiting(self) -> int:
         """Number of requests that wait, and of sequences that were preempted."""
         return len(self._waiting)
@@ -142,7 +147,7 @@ class Scheduler:
         window, reads = s.token_ids[s.next_start :], s.request.prompt_reads
         if reads is not None and reads.num_unread:  # logits that are read are computed
             window = window[: reads.next + 1]
-        return self.cache.find(window, s.request.salt)
+        return self.cache.find(window, s.request.cache_key)
 
     def _open(self, s: Sequence, entry: Entry | None, num_shared: int) -> None:
         """Open the engine's sequence of a waiting one, with what it shares."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from nanoinfer.utils.arrays import Array
 
 
+CacheKey = tuple[str | None, int]
+"""The salt and the adapter of a request, which the keys and values of its tokens depend on."""
+
+
 class TokenGrammar(Protocol):
     """What a sequence needs of the grammar that its output must match."""
 
@@ -105,6 +109,8 @@ class Request:
     """Requests of smaller priority are admitted first."""
     salt: str | None = None
     """Only requests of the same salt share prefixes."""
+    adapter: int = 0
+    """The engine's number of the adapter that processes its sequences; 0: none does."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose beams are the sequences; None: the sequences are sampled."""
     prompt_reads: PromptReads | None = None
@@ -117,6 +123,11 @@ class Request:
         """The parameter that sets the number of its sequences, and the number: ("n", 4)."""
         name = "beam_width" if self.beams is not None else "n" if self.params.best_of is None else "best_of"
         return name, self.params.num_sequences
+
+    @property
+    def cache_key(self) -> CacheKey:
+        """Only requests of the same key share prefixes."""
+        return self.salt, self.adapter
 
     @property
     def prompt_only(self) -> bool:
