@@ -82,6 +82,12 @@ __m512i pack(__m512i a, __m512i b) {
 }
 inline __m512i packs_epi32(__m512i a, __m512i b) { return pack<std::int32_t, std::int16_t>(a, b); }
 inline __m512i packs_epi16(__m512i a, __m512i b) { return pack<std::int16_t, std::int8_t>(a, b); }
+inline __m512i permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
+  const auto x = lanes<i32>(a), y = lanes<i32>(b), n = lanes<i32>(index);
+  Lanes<i32> z;
+  for (int i = 0; i < 16; ++i) z.v[i] = (n.v[i] & 16 ? y : x).v[n.v[i] & 15];
+  return vector<__m512i>(z);
+}
 inline __m512i permutexvar_epi32(__m512i index, __m512i a) {
   auto to = lanes<std::uint32_t>(index);
   const auto from = lanes<std::uint32_t>(a);
@@ -299,6 +305,7 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_min_ps emulated::min_ps
 #define _mm512_packs_epi32 emulated::packs_epi32
 #define _mm512_packs_epi16 emulated::packs_epi16
+#define _mm512_permutex2var_epi32 emulated::permutex2var_epi32
 #define _mm512_permutexvar_epi32 emulated::permutexvar_epi32
 #define _mm512_storeu_si512 emulated::store
 #define _mm512_movepi8_mask emulated::movepi8_mask
