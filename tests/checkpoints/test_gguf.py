@@ -32,7 +32,7 @@ LEFT_OUT = ("gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", 
             "starcoder2-window", "llama-dynamic", "llama-yarn", "ministral", "ministral-layers", "helium", "gptj",
             "phi-norms", "gemma2", "qwen2_moe", "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt",
             "opt-untied", "bitnet", "bitnet-one-head", "gpt_oss-plain", "deepseek_v3-plain",
-            "exaone", "minicpm", "minicpm-long", "granitemoehybrid")  # fmt: skip
+            "exaone", "minicpm", "minicpm-long", "granitemoehybrid", "gpt_neo")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 

@@ -68,6 +68,7 @@ REFUSED = {
     "minicpm": "family minicpm",
     "minicpm-long": "family minicpm",
     "granitemoehybrid": "family granitemoehybrid",
+    "gpt_neo": "family gpt_neo",
     "opt": "family opt",
     "opt-untied": "family opt",
 }

@@ -219,6 +219,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_positions": 96, "n_inner": 48, "rotary_dim": 6,
         },
     ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None, "num_layers": 4,
+            "num_heads": 4, "window_size": 7, "attention_types": [[["global", "local"], 2]],
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "intermediate_size": 20, "sliding_window": 7}),
     "mixtral-all": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 8}),
     "qwen2_moe": ("Qwen2MoeConfig", QWEN_MOE | {"shared_expert_intermediate_size": 7, "norm_topk_prob": True}),

@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-OWN_NAMES = ("gpt2", "gptj", "opt")  # of the fields in SHAPE
+OWN_NAMES = ("gpt2", "gptj", "opt", "gpt_neo")  # of the fields in SHAPE
 OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}, "exaone": {"num_layers": 4}} | {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "position_embedding_type": "rope", "num_local_experts": 0}
 }
@@ -229,6 +229,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "position_embedding_type=None is not supported: only 'rope'",
     ),
     ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts=8 is not supported: only 0 is"),
+    ("gpt_neo", {"attention_types": [["global"], 24]}, "attention_types=[['global'], 24] is not [[kinds, repeats]]"),
+    (
+        "gpt_neo",
+        {"attention_types": [[["global"], 2**60]]},
+        "attention_types=[[['global'], 1152921504606846976]] is not",
+    ),
+    (
+        "gpt_neo",
+        {"attention_types": [[["global", "nearby"], 12]]},
+        "attention_types=[[['global', 'nearby'], 12]] is not [[",
+    ),
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: only None is"),
     ("stablelm", {"qk_layernorm": 1}, "qk_layernorm=1 is neither true nor false"),
     ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True is not supported: only False is"),
@@ -305,7 +316,8 @@ def test_fields_that_do_not_change_the_logits_are_ignored(tmp_path: Path, caplog
     for model_type in FAMILIES:
         harmless = dict.fromkeys(FAMILIES[model_type].harmless, 0.1)
         assert read(tmp_path, model_type, attention_dropout=0.1, **harmless) == read(tmp_path, model_type)
-    assert {record.args[1] for record in caplog.records if record.args} <= {"num_key_value_heads"}  # gpt_neox has none
+    unknown = {record.args[1] for record in caplog.records if record.args}
+    assert unknown <= {"num_key_value_heads", "num_hidden_layers"}  # of SHAPE: gpt_neox and exaone lack them
 
 
 ODD = [

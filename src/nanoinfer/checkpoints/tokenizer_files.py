@@ -57,7 +57,7 @@ _SPLIT_OF_FAMILY = {
     "gpt2": "gpt-2", "gptj": "gpt-2", "opt": "gpt-2", "phi": "gpt-2", "exaone4": "exaone4", "qwen2": "qwen2",
     "qwen2_moe": "qwen2", "qwen3": "qwen2", "qwen3_moe": "qwen2", "starcoder2": "starcoder", "granite": "refact",
     "granitemoe": "refact", "cohere": "command-r", "cohere2": "command-r", "gpt_neox": "olmo", "olmo": "olmo",
-    "olmoe": "olmo",
+    "olmoe": "olmo", "gpt_neo": "gpt-2", "exaone": "exaone",
 }  # fmt: skip
 """model_type -> the name of its way of splitting text (gguf/splits.py)."""
 _MAX_CONFIG_BYTES = 1 << 20

@@ -141,6 +141,45 @@ GPTJ = GPT2.derive(
 """GPT-J: attention and MLP in parallel after one layer norm, adjacent dimensions rotated, a bias of the head."""
 
 
+def _read_neo(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    windows = {"global": None, "local": f.integer("window_size", 256)}
+    match f.get("attention_types", [[[*windows], 12]]):
+        case [[list(kinds), int(count)]] if len(kinds) * count == config.n_layer and {*map(str, kinds)} <= {*windows}:
+            return {"layers": tuple(LayerKind(windows[kind]) for kind in kinds) * count}
+    raise f.error("attention_types", f"is not [[kinds, repeats]] of {config.n_layer} layers that are global or local")
+
+
+def _write_neo(config: ModelConfig) -> dict[str, Any]:
+    kinds = ["global" if kind.window is None else "local" for kind in config.layers]
+    return {"attention_types": [[kinds, 1]], "window_size": max(kind.window or 1 for kind in config.layers)}
+
+
+GPT_NEO = OPT.derive(
+    "gpt_neo",
+    "GPTNeoForCausalLM",
+    {
+        "num_layers": ("n_layer", 24),
+        "num_heads": ("n_head", 16),
+        "intermediate_size": ("n_inner", None),
+        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+    },
+    {key: name for key, name in GPT2.names.items() if "attn" not in key}
+    | {
+        "attn.c_attn": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+        "attn.c_proj": "attn.attention.out_proj",
+    },
+    {"attention_scale": 1.0},
+    defaults={"vocab_size": 50257, "hidden_size": 2048, "activation_function": "gelu_new"},
+    without=("num_hidden_layers", "num_attention_heads", "ffn_dim"),
+    biased=("norm", "proj", "mlp"),
+    harmless=(*_HARMLESS, "attention_layers", "resid_dropout", "embed_dropout", "classifier_dropout"),
+    read_layers=_read_neo,
+    write_layers=_write_neo,
+    layer=GPT2.layer,
+)
+"""GPT-Neo and TinyStories: GPT-2 whose every second layer has a window, with scores that are not scaled."""
+
+
 def _write_neox(config: ModelConfig) -> dict[str, Any]:
     rotary, fields = config.layer(0).rotary, rope_fields(config)
     assert rotary is not None

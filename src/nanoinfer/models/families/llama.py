@@ -128,13 +128,12 @@ HELIUM = LLAMA.derive(
 )
 """Helium: Llama that rotates adjacent dimensions."""
 
-JAIS2 = LLAMA.derive(
+JAIS2 = ARCEE.derive(
     "jais2",
     "Jais2ForCausalLM",
     {"layer_norm_eps": ("norm_epsilon", 1e-5)},
-    fixed={"norm": "layer", "gated_mlp": False},
-    defaults={"hidden_act": "relu2"},
-    without=("rms_norm_eps", "mlp.c_gate"),
+    fixed={"norm": "layer"},
+    without=("rms_norm_eps",),
     biased=("norm",),
     biases={"attention_bias": (("qkv", "proj"), True), "mlp_bias": (("mlp",), True)},
 )
@@ -165,13 +164,12 @@ nanochat rotates in the other direction: (a, b) becomes (a cos + b sin, b cos - 
 of queries and keys makes that the usual rotation, and does not change the scores.
 """
 
-NEMOTRON = LLAMA.derive(
+NEMOTRON = ARCEE.derive(
     "nemotron",
     "NemotronForCausalLM",
     {"norm_eps": ("norm_epsilon", 1e-5)},
-    fixed={"norm": "layer", "norm_weight": "one_plus", "gated_mlp": False},
-    defaults={"hidden_act": "relu2"},
-    without=("rms_norm_eps", "mlp.c_gate"),
+    fixed={"norm": "layer", "norm_weight": "one_plus"},
+    without=("rms_norm_eps",),
     biased=("norm",),
     biases=BIASES,
     read_layers=partial(rotated, share=("partial_rotary_factor", 0.5)),
