@@ -80,7 +80,7 @@ def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(gpt(ids), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["recompute", "static"])
+@pytest.mark.parametrize("engine", ["recompute", "static", "native"])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_tokens_are_those_of_peft(case: str, engine: str, tmp_path: Path) -> None:
     """A prompt with the adapter, one without, and one with another adapter, in one batch."""

@@ -151,7 +151,7 @@ def test_engines_without_adapters_refuse_them(adapters: list[Adapter]) -> None:
             refuses(lambda c=config: registry.resolve(c, "cpu", "float32"), "enable_lora=True is not supported")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["static", "cuda_graph"])
+@pytest.mark.parametrize("name", ["static", "cuda_graph", "native"])
 def test_families_with_gates_shared_heads_and_fused_matrices(
     name: str, gpt_of: Callable[[str], Transformer], tmp_path: Path
 ) -> None:

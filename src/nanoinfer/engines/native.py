@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.adapters import Adapter
 from nanoinfer.checkpoints.packed import PackedWeights
 from nanoinfer.checkpoints.weights import Weights, parts
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
@@ -55,7 +56,7 @@ class NativeEngine(Sequences):
     def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         from nanoinfer._native import Decoder
 
-        super().__init__(weights.config, limits)
+        super().__init__(weights.config, limits, config)
         try:
             options = decoder_options(weights, limits, config)
             self._decoder = Decoder(options)
@@ -115,6 +116,7 @@ class NativeEngine(Sequences):
                 num_new=batch.num_new,
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
+                **self._adapters_of(batch),
             )
         except IndexError as e:  # the pool has too few free blocks; `_check` has checked all else
             raise NanoinferError(str(e)) from None
@@ -123,6 +125,23 @@ class NativeEngine(Sequences):
         self._num_hidden = num_hidden
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
+
+    def _adapters_of(self, batch: StepBatch) -> dict[str, list[int]]:
+        """Return the decoder's argument for the adapters of a step, none if no sequence has one."""
+        numbers = [self._adapter_of[h] for h in batch.handles]
+        return {"adapters": numbers} if any(numbers) else {}
+
+    def _load_adapter(self, number: int, adapter: Adapter) -> None:
+        try:
+            for name, parts in adapter.updates.items():
+                for part in parts:
+                    self._decoder.load_adapter(adapter=number, name=name, first=part.first, a=part.a, b=part.b)
+        except BaseException:
+            self._decoder.unload_adapter(number)
+            raise
+
+    def _unload_adapter(self, number: int) -> None:
+        self._decoder.unload_adapter(number)
 
     def hidden(self) -> NDArray[np.float32]:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""

@@ -117,7 +117,7 @@ ENGINES: dict[str, EngineSpec] = {
             devices=("cpu",),
             quantizations=("int8", "int4"),
             memory="padded blocks",
-            options=("quantization", "kv_cache_dtype", "threads"),
+            options=("quantization", "kv_cache_dtype", "threads", "enable_lora"),
             native=True,
         ),
         EngineSpec(

@@ -265,6 +265,19 @@ void bind_decoder(nb::module_& m) {
            "name"_a, "blocks"_a.noconvert(), "Load a matrix from rows of blocks in memory: (out, bytes of a row).")
       .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
            "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
+      .def("load_adapter",
+           [](Guarded& d, std::int64_t adapter, const std::string& name, std::int64_t first, const Floats2& a,
+              const Floats2& b) {
+             if (a.shape(0) != b.shape(1)) throw std::invalid_argument("a must be (rank, in), and b (rows, rank)");
+             const auto size = [](std::size_t n) { return static_cast<std::int64_t>(n); };
+             const Factors given{a.data(), b.data(), size(a.shape(0)), size(a.shape(1)), size(b.shape(0)), first};
+             d.computed([&](Decoder& x) { x.load_adapter(adapter, name, given); });
+           },
+           nb::kw_only(), "adapter"_a, "name"_a, "first"_a, "a"_a, "b"_a,
+           "Add b a x to the outputs of a matrix from `first` on, in sequences of an adapter, from 1 on. a: (rank, in), b:"
+           " (rows, rank), which are copied.")
+      .def("unload_adapter",
+           [](Guarded& d, std::int64_t adapter) { d.locked([=](Decoder& x) { x.unload_adapter(adapter); }); }, "adapter"_a)
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },
            "Raise ValueError if a tensor was not loaded.")
       .def("open", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().open(); }); })
@@ -292,13 +305,17 @@ void bind_decoder(nb::module_& m) {
       .def(
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
-             std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits) {
-            const Step step{std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)};
+             std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits,
+             std::vector<std::int64_t> adapters) {
+            const Step step{std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits),
+                            std::move(adapters)};
             d.computed([&](Decoder& x) { extend(x, step, logits); });
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and discarded
-          "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows.")
+          "adapters"_a = std::vector<std::int64_t>(),
+          "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows."
+          " adapters: that of each sequence, 0: none.")
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")

@@ -23,6 +23,7 @@ namespace nanoinfer {
 namespace NANOINFER_ISA {
 
 #include "attention.h"
+#include "low_rank.h"
 #include "peak.h"
 
 // The memory ceiling --------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
 #define NI_TEXT(name) NI_TEXT_OF(name)
 extern const Kernels kKernels;
 const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), kBlockRows, matmul, prepare, norm, rotate, store_kv, attention, read,
-                          peak};
+                          peak, project, expand};
 
 }  // namespace NANOINFER_ISA
 }  // namespace nanoinfer

@@ -83,6 +83,17 @@ struct MatmulTask {
   std::int64_t y_stride;
   Epilogue epilogue;
   float cap = 0;             // of soft_cap
+  const float* added = nullptr;  // (rows, y_stride), to the sums in front of the epilogue; null: nothing
+};
+
+// An update of low rank, B A x, of the outputs of a matrix from panel `first` on. A is (rank, depth), B (panels, rank, kPanel),
+// both padded with zeros, in float32 or bfloat16.
+struct LowRank {
+  WeightType type;
+  std::int64_t rank, in;
+  std::int64_t depth;                // `in`, padded to kLanes
+  std::int64_t first, panels;
+  const std::uint8_t *a = nullptr, *b = nullptr;
 };
 
 // One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
@@ -132,6 +143,10 @@ struct Kernels {
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t n);
   // Run `steps` steps of a weight type's products without memory traffic; return the multiplications and additions.
   std::int64_t (*peak)(WeightType type, std::int64_t steps, float* sink);
+  // t[0:rank] = A x.
+  void (*project)(const LowRank& u, const float* x, float* t);
+  // Add B t to a row of outputs, in panels [begin, end) of the matrix.
+  void (*expand)(const LowRank& u, const float* t, std::int64_t begin, std::int64_t end, float* y);
 };
 
 }  // namespace nanoinfer

@@ -134,6 +134,7 @@ NI_INLINE void tile_i8(const RowTile& t, Acc<M>& acc) {
 }
 
 NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
+  if (task.added != nullptr) y = y + load(task.added + (at - task.y));
   switch (task.epilogue) {
     case Epilogue::gelu_tanh: return gelu_tanh(y);
     case Epilogue::gelu_erf: return gelu_erf(y);

@@ -416,6 +416,9 @@ std::int64_t Decoder::check(const Step& s) const {
   const std::size_t n = s.handles.size();
   if (s.num_new.size() != n || s.num_logits.size() != n)
     throw std::invalid_argument("a step needs one num_new and one num_logits for each handle");
+  for (const std::int64_t adapter : s.adapters)
+    if (s.adapters.size() != n || (adapter != 0 && !pass_.has_adapter(adapter)))
+      throw std::invalid_argument("adapter " + str(adapter) + " is not loaded, or not every handle has one");
   std::int64_t total = 0, logits = 0, blocks = 0;
   std::unordered_set<std::int64_t> seen;
   for (std::size_t i = 0; i < n; ++i) {
@@ -453,7 +456,7 @@ void Decoder::extend(const Step& step, float* logits) {
     const std::int64_t start = cache_.length(step.handles[i]), n = step.num_new[i];
     for (std::int64_t j = 0; j < n; ++j)
       rows.push_back({step.handles[i], step.token_ids[rows.size()], start + j,
-                      j >= n - step.num_logits[i] ? logit++ : -1});
+                      j >= n - step.num_logits[i] ? logit++ : -1, step.adapters.empty() ? 0 : step.adapters[i]});
     cache_.append(step.handles[i], n);  // no other code advances positions
   }
   pass_.run(threads, rows, logits, logits_stride());

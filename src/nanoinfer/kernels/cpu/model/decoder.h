@@ -30,6 +30,7 @@ struct DecoderOptions {
 // New tokens for some sequences: nanoinfer.engines.base.StepBatch.
 struct Step {
   std::vector<std::int64_t> handles, token_ids, num_new, num_logits;
+  std::vector<std::int64_t> adapters;  // of each sequence, 0: none; empty: no sequence has one
 };
 
 class Decoder {
@@ -53,6 +54,10 @@ class Decoder {
                    std::size_t num_scales);
   // Throw std::invalid_argument if a tensor was not loaded. Biases are optional and default to zero.
   void check_loaded() const;
+  // Add an update of a matrix, by its name without ".weight", to an adapter, from 1 on (adapters.h). Throws
+  // std::invalid_argument if the name is unknown or the factors do not fit it.
+  void load_adapter(std::int64_t adapter, const std::string& name, const Factors& given);
+  void unload_adapter(std::int64_t adapter) { pass_.adapters().unload(adapter); }
 
   Cache& cache() { return cache_; }
   const DecoderShape& shape() const { return model_.shape; }

@@ -171,6 +171,7 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
   num_rows_ = count;
   const bool apart = max_rows_ == kMaxRowsApart && count >= num_threads_ * kLeastBlockRows;
   block_rows_ = apart ? std::min(kernels_.block_rows, padded_rows((count + num_threads_ - 1) / num_threads_)) : 0;
+  has_adapters_ = std::any_of(rows, rows + count, [](const Row& r) { return r.adapter != 0; });
   runs_.clear();
   block_of_.clear();
   for (std::int64_t from = 0; from < count;) {  // runs of rows of one sequence
@@ -274,11 +275,13 @@ void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
   add_products(&PartSeconds::products, c_fc.panels, [this, &c_gate, &c_fc](Range rows, Range panels) {
     // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
     const std::int64_t part = std::max<std::int64_t>(1, kGateFloats / ((rows.end - rows.begin) * kPanel));
-    const MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation, rows);
-    const MatmulTask fc = task(c_fc, hidden_, hidden_stride_, after_gate(model_.shape.activation), rows);
+    MatmulTask gate = task(c_gate, hidden_, hidden_stride_, model_.shape.activation, rows);
+    MatmulTask fc = task(c_fc, hidden_, hidden_stride_, after_gate(model_.shape.activation), rows);
     for (std::int64_t begin = panels.begin, end; begin < panels.end; begin = end) {
       end = std::min(begin + part, panels.end);
+      gate.added = added(c_gate, 0, hidden_stride_, rows, {begin, end});
       kernels_.matmul(gate, begin, end);
+      fc.added = added(c_fc, 0, hidden_stride_, rows, {begin, end});
       kernels_.matmul(fc, begin, end);
     }
   });
@@ -422,6 +425,7 @@ void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& 
 
 // Integers of 8 bits keep the row's scale, so that they are rounded once. Other types take the rounded values.
 void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row) {
+  if (has_adapters_) project(x, next, row);
   float largest = 0;
   if (model_.shape.rounded_inputs) {
     largest = kLeastRounded;
@@ -452,7 +456,9 @@ MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epi
 
 void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) {
   add_products(&PartSeconds::products, w.panels, [this, &w, y, stride, epilogue](Range rows, Range panels) {
-    kernels_.matmul(task(w, y, stride, epilogue, rows), panels.begin, panels.end);
+    MatmulTask one = task(w, y, stride, epilogue, rows);
+    one.added = added(w, 0, stride, rows, panels);
+    kernels_.matmul(one, panels.begin, panels.end);
   });
 }
 
@@ -464,7 +470,11 @@ void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std
     std::int64_t first = 0;  // of a part
     for (const Matrix& w : parts) {
       const std::int64_t begin = std::max(some.begin, first) - first, end = std::min(some.end - first, w.panels);
-      if (begin < end) kernels_.matmul(task(w, y + first * kPanel, stride, Epilogue::store, rows), begin, end);
+      if (begin < end) {
+        MatmulTask one = task(w, y + first * kPanel, stride, Epilogue::store, rows);
+        one.added = added(parts[0], first, stride, rows, {begin, end});
+        kernels_.matmul(one, begin, end);
+      }
       first += w.panels;
     }
   });

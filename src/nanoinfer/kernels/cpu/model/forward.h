@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "cache.h"
 #include "kernels.h"
 #include "memory.h"
@@ -132,6 +133,7 @@ struct ModelWeights {
 struct Row {
   std::int64_t handle, token, position;
   std::int64_t logit;  // its row of the logits, -1: none
+  std::int64_t adapter = 0;  // from 1 on, 0: none
 };
 
 // Seconds spent in each part of the model since the decoder was created.
@@ -167,6 +169,9 @@ class ForwardPass {
   // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
   // weights must be loaded.
   void read_experts_ahead();
+  Adapters& adapters() { return adapters_; }
+  bool has_adapter(std::int64_t adapter) const { return adapters_.has(adapter); }
+  void make_room_for_adapters();  // call it after an update was loaded
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -221,6 +226,8 @@ class ForwardPass {
   void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
+  void project(const float* x, const Matrix& next, std::int64_t row);
+  const float* added(const Matrix& w, std::int64_t first, std::int64_t stride, Range rows, Range panels);
   void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const;
 
@@ -253,6 +260,11 @@ class ForwardPass {
   std::int64_t inputs_stride_ = 0;
   Buffer inputs_memory_;                              // of models with per-layer embeddings:
   float* inputs_ = nullptr;                           // (max_rows_, stride), per_layer_dim for each layer
+  Adapters adapters_;
+  bool has_adapters_ = false;                         // whether a row of the step has one
+  Buffer added_;                                      // of `added`
+  std::vector<float> projected_;                      // (max_rows_, stride)
+  std::int64_t projected_stride_ = 0;
   PartSeconds seconds_;
   Clock::time_point mark_;
 };
