@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly
 OPTIONS = ("-m", "shakespeare", "--max-tokens", "12", "--seed", "1")
 SLOWLY = ("--max-num-seqs", "2")  # so that something is left to do when something dies
 NUM_KILLS = 8
-PROGRESS = re.compile(r"nanoinfer: batch: [\d,]+ of [\d,]+")  # a line each 30 s
+PROGRESS = re.compile(r"nanoinfer: batch: [\d,]+ of [\d,]+(, [\d:]+ left)?")  # a line each 30 s
 CASES = [(0, 400), *((seed, 2000) for seed in range(1, 11))]
 
 

@@ -43,7 +43,7 @@ def test_decode_steps_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch)
     params = [replace(GREEDY, max_tokens=n) for n in (4, 7, 9)]
     expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
     assert generate(core, prompts, params) == expected
-    assert [bucket.tokens for bucket, _ in engine.graphs._recorded][5:] == [4]
+    assert [bucket.tokens for bucket, *_ in engine.graphs._recorded][5:] == [4]
 
 
 def test_a_warm_up_leaves_half_of_the_memory_for_graphs_and_survives_without_any(
