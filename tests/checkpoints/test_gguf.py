@@ -328,7 +328,13 @@ def test_experts_may_be_stored_one_by_one(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "arch"),
-    [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe"), ("granite", "minicpm")],
+    [
+        ("qwen2", "qwen2vl"),
+        ("qwen3", "qwen3vl"),
+        ("qwen3_moe", "qwen3vlmoe"),
+        ("granite", "minicpm"),
+        ("minicpm-long", "minicpm"),
+    ],
 )
 def test_architectures_that_are_others_by_another_name(case: str, arch: str, tmp_path: Path) -> None:
     model = make_folder(case, tmp_path / "hf")

@@ -155,6 +155,8 @@ NAMES = {
 
 AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3", "exaone4", "seed_oss", "gpt_oss")
 
+LONG = ("phi3", "granite")  # a MiniCPM is a Granite
+
 
 def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
     """Reorder the rows of queries or keys as llama.cpp's converter does for Llama."""
@@ -267,9 +269,10 @@ def further_keys(config: Any) -> dict[str, Any]:
     if kind == "phi3":
         found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
         found["attention.sliding_window"] = config.sliding_window or 0
-        if longrope(config):
-            context, original = config.max_position_embeddings, config.original_max_position_embeddings
-            found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(context / original) / math.log(original))
+    if kind in LONG and longrope(config):
+        context, original = config.max_position_embeddings, config.original_max_position_embeddings
+        found["rope.scaling.original_context_length"] = original
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(context / original) / math.log(original))
     if kind in ("gemma2", "cohere2", "exaone4", "olmo3", "qwen2") and config.sliding_window is not None:
         found["attention.sliding_window"] = config.sliding_window
     if kind == "ministral3":
@@ -343,13 +346,13 @@ def latent_keys(config: Any) -> dict[str, Any]:
 
 
 def longrope(config: Any) -> dict[str, np.ndarray]:
-    """Return the divisors of the frequencies of a Phi-3 or a Gemma 4 as tensors."""
+    """Return the divisors of the frequencies of a Phi-3, a MiniCPM 4 or a Gemma 4 as tensors."""
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type == "gemma4_text":
         pairs = config.per_layer_config[config.num_hidden_layers - 1].head_dim // 2
         turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
         return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (pairs - turning))}
-    names = [name for name in ("long_factor", "short_factor") if config.model_type == "phi3" and name in rope]
+    names = [name for name in ("long_factor", "short_factor") if config.model_type in LONG and name in rope]
     return {f"rope_factors_{name.split('_')[0]}.weight": np.array(rope[name]) for name in names}
 
 

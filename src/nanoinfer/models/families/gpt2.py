@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nanoinfer.config import BIASES, LayerKind, ModelConfig, Rotary
 from nanoinfer.models.families.base import Family, interleaved
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated
-from nanoinfer.models.families.llama import LLAMA
+from nanoinfer.models.families.llama import INNER_ATTENTION, LLAMA
 
 _PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 _HARMLESS = (
@@ -163,11 +163,7 @@ GPT_NEO = OPT.derive(
         "intermediate_size": ("n_inner", None),
         "layer_norm_epsilon": ("norm_epsilon", 1e-5),
     },
-    {key: name for key, name in GPT2.names.items() if "attn" not in key}
-    | {
-        "attn.c_attn": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
-        "attn.c_proj": "attn.attention.out_proj",
-    },
+    dict(GPT2.names) | INNER_ATTENTION,
     {"attention_scale": 1.0},
     defaults={"vocab_size": 50257, "hidden_size": 2048, "activation_function": "gelu_new"},
     without=("num_hidden_layers", "num_attention_heads", "ffn_dim"),

@@ -14,6 +14,10 @@ from nanoinfer.models.families.fields import Fields, partial_fields, rotated, wi
 
 ATTENTION_BIAS: Biases = {"attention_bias": (("qkv", "proj"), False)}
 BIASES: Biases = {**ATTENTION_BIAS, "mlp_bias": (("mlp",), False)}
+INNER_ATTENTION: dict[str, str | tuple[str, ...]] = {
+    "attn.c_attn": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+    "attn.c_proj": "attn.attention.out_proj",
+}
 QK_NORM = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
 
 LLAMA = Family(
@@ -100,17 +104,9 @@ EXAONE = LLAMA.derive(
         "activation_function": ("activation", "silu"),
         "layer_norm_epsilon": ("norm_epsilon", 1e-5),
     },
-    {
-        "wte": "transformer.wte",
-        "ln_f": "transformer.ln_f",
-        "ln_1": "ln_1",
-        "attn.c_attn": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
-        "attn.c_proj": "attn.attention.out_proj",
-        "ln_2": "ln_2",
-        "mlp.c_gate": "mlp.c_fc_0",
-        "mlp.c_fc": "mlp.c_fc_1",
-        "mlp.c_proj": "mlp.c_proj",
-    },
+    {"wte": "transformer.wte", "ln_f": "transformer.ln_f", "mlp.c_gate": "mlp.c_fc_0", "mlp.c_fc": "mlp.c_fc_1"}
+    | {name: name for name in ("ln_1", "ln_2", "mlp.c_proj")}
+    | INNER_ATTENTION,
     without=("num_hidden_layers", "hidden_act", "rms_norm_eps"),
     harmless=("embed_dropout",),
     layer="transformer.h.{}.",
