@@ -5,7 +5,7 @@ The line under each field is its `--help` text. This module does not import PyTo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
@@ -51,6 +51,10 @@ class EngineConfig:
     """Maximum rank of an adapter."""
     sampler: str = "auto"
     """auto (the fastest one, whose tokens are the reference's), or reference."""
+
+    def with_adapters(self, count: int) -> EngineConfig:
+        """Return options for a model with at least `count` adapters; 0: the same."""
+        return replace(self, enable_lora=True, max_loras=max(self.max_loras, count)) if count else self
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from helpers import gguf_files
 from helpers.adapters import merged, write_adapter
 from helpers.errors import refuses
 from helpers.families import make_config, random_model
@@ -24,6 +25,7 @@ from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder, read_config
+from nanoinfer.cli.app import run
 from nanoinfer.models.stored import read_safetensors, to_safetensors
 
 PROMPTS = [[5, 9, 11, 30, 7, 2, 3], [3], list(range(17, 29))]
@@ -107,6 +109,8 @@ def greedy(model: Callable[[torch.Tensor], Any], prompt: list[int], count: int) 
     return ids[len(prompt) :]
 
 
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
 # Files that are refused --------------------------------------------------------------------------------------
 
 
@@ -129,7 +133,7 @@ KEY = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
     ("changes", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported: only LORA is"),
-        ({"use_dora": True}, "use_dora=True: DoRA are not supported: merge the adapter by peft"),
+        ({"use_dora": True}, "use_dora=True: DoRA layers are not supported: merge the adapter by peft"),
         ({"bias": "all"}, "bias='all' is not supported: merge the adapter by peft"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']: whole modules in the adapter"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
@@ -187,9 +191,71 @@ def test_adapters_of_another_base_and_folders_that_are_none(tmp_path: Path) -> N
     assert np.array_equal(update.b, np.full((48, 3), 2.0, np.float32))  # lora_alpha / r
 
 
-# Requests ----------------------------------------------------------------------------------------------------
+# GGUF files, and adapters that are merged --------------------------------------------------------------------
 
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+def gguf_of(folder: Path, config: Any, arch: str, **changes: Any) -> Path:
+    """Write the adapter in a folder as llama.cpp's convert_lora_to_gguf.py does; return the file."""
+    tensors, stored = {}, read_safetensors(folder / "adapter_model.safetensors")
+    for key, tensor in stored.items():
+        name, letter = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        if letter == "B":
+            theirs, b = gguf_files.tensor_of(f"{name}.weight", tensor.read().values, config)
+            a = stored[key.replace(".lora_B.", ".lora_A.")].read().values
+            tensors |= {f"{theirs}.lora_a": gguf_files.as_f32(a), f"{theirs}.lora_b": gguf_files.as_f32(b)}
+    alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+    metadata = {"general.type": "adapter", "general.architecture": arch, "adapter.type": "lora"}
+    metadata |= {"adapter.lora.alpha": float(alpha)} | changes
+    return gguf_files.write_gguf(folder / "adapter.gguf", metadata, tensors)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gemma2"])
+def test_adapters_in_gguf_files_are_those_of_the_folder(case: str, tmp_path: Path) -> None:
+    theirs = make_config(case)
+    random_model(theirs).save_pretrained(tmp_path)
+    config = read_config(tmp_path / "config.json")
+    folder = write_adapter(tmp_path / "adapter", config, seed=3)
+    expected = read_adapter(folder, config, 16).updates
+    found = read_adapter(gguf_of(folder, theirs, case), config, 16).updates
+    assert found.keys() == expected.keys()
+    for name, parts in expected.items():
+        for mine, part in zip(found[name], parts, strict=True):
+            assert mine.first == part.first
+            assert np.array_equal(mine.a, part.a)
+            np.testing.assert_allclose(mine.b, part.b, rtol=1e-6)
+
+
+def test_gguf_files_that_are_no_adapters_of_the_base(tmp_path: Path) -> None:
+    theirs = make_config("llama")
+    random_model(theirs).save_pretrained(tmp_path)
+    config = read_config(tmp_path / "config.json")
+    folder = write_adapter(tmp_path / "adapter", config)
+    for changes, message in (
+        ({"general.type": "model"}, "general.type='model': only general.type='adapter' is a LoRA adapter"),
+        ({"adapter.type": "control"}, "adapter.type='control'"),
+        ({"general.architecture": "qwen2"}, "general.architecture='qwen2' is not that of the base, a llama"),
+        ({"adapter.lora.alpha": "x"}, "adapter.lora.alpha='x' is not a finite number"),
+        ({"adapter.alora.invocation_tokens": np.zeros(1, np.int32)}, "adapters of some tokens are not supported"),
+    ):
+        file = gguf_of(folder, theirs, "llama", **changes)
+        refuses(lambda f=file: read_adapter(f, config, 16), "adapter.gguf", message)  # type: ignore[misc]
+    refuses(lambda: read_adapter(gguf_of(folder, theirs, "llama"), config, 2), "rank 3 is more than max_lora_rank=2")
+
+
+@pytest.mark.parametrize("command", ["pack", "export"])
+def test_merged_weights_generate_the_tokens_of_the_adapter(command: str, tmp_path: Path) -> None:
+    base, adapter = make_folder(tmp_path / "base"), write_adapter(tmp_path / "adapter", TINY, r=20, lora_alpha=3)
+    lora = LoRARequest("a", 1, str(adapter))
+    llm = LLM(str(base), engine="recompute", enable_lora=True, max_lora_rank=20)
+    target = tmp_path / ("merged" if command == "pack" else "merged.gguf")
+    options = ["--dtype", "float32", "--output", str(target)] if command == "pack" else [str(target), "--format", "F32"]
+    assert run([command, str(base), "--merge", str(adapter), *options]) == 0
+    expected = llm.generate("To be", PARAMS, lora_request=lora)[0].outputs[0].text
+    assert LLM(str(target)).generate("To be", PARAMS)[0].outputs[0].text == expected
+    assert expected != llm.generate("To be", PARAMS)[0].outputs[0].text
+
+
+# Requests ----------------------------------------------------------------------------------------------------
 
 
 def test_a_request_with_a_bad_adapter_is_refused_and_others_continue(tmp_path: Path) -> None:

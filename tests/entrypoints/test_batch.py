@@ -467,7 +467,7 @@ def test_the_number_of_live_requests_and_records_is_bounded(
     write("in.jsonl", *lines)
     live: WeakSet[Request] = WeakSet()
     make_all, most = llm.requests.make_all, {"live": 0, "window": 0, "sequences": 0}
-    monkeypatch.setattr(llm.requests, "make_all", lambda *a: [live.add(r) or r for r in make_all(*a)])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(llm.requests, "make_all", lambda *a, **k: [live.add(r) or r for r in make_all(*a, **k)])  # type: ignore[func-returns-value]
     step = BatchRunner._collect
 
     def collect(self: BatchRunner) -> None:

@@ -30,7 +30,7 @@ from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, parse_json
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-OWN_KEYS = (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id")
+OWN_KEYS = (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id", "model")
 OPENAI_KEYS = ("custom_id", "method", "url", "body")
 """Fields of a line in this project's form, and in OpenAI's."""
 Record = dict[str, Any]
@@ -114,12 +114,15 @@ class OwnForm:
                 f"the line has {' and '.join(prompt) or 'no prompt'}: give one of prompt, prompt_token_ids, messages"
             )
         params = with_fields(defaults, {name: fields[name] for name in SAMPLING if name in fields})
+        model = fields.get("model")
+        if model is not None and not isinstance(model, str):
+            raise NanoinferError(f"model={show(model)} is not a string")
         if "messages" in prompt:
             template = {name: fields[name] for name in TEMPLATE if fields.get(name) is not None}
-            return GenerationRequest(params, (), prompt["messages"], template)
+            return GenerationRequest(params, (), prompt["messages"], template, model=model)
         if names := [name for name in TEMPLATE if name in fields]:
             raise NanoinferError(f"{names[0]} needs messages: a prompt has no template")
-        return GenerationRequest(params, [prompt])
+        return GenerationRequest(params, [prompt], model=model)
 
     def record(self, outputs: Sequence[RequestOutput]) -> Record:
         """Return the record of a line that succeeded."""
@@ -146,7 +149,9 @@ class OpenAIForm:
     """A line of an OpenAI batch file."""
 
     def __init__(self, place: Place, fields: Mapping[str, Any], model: str, decode: Decode) -> None:
-        self._fields, self._model, self._decode = fields, model, decode
+        self._fields, self._decode = fields, decode
+        self.model = model
+        """Name of the model in the record."""
         self._number, self._line = place.number, place.line
         self._id = fields.get("custom_id") if _is_id(fields.get("custom_id")) else None
         self._request: GenerationRequest | PoolingRequest | None = None
@@ -172,7 +177,7 @@ class OpenAIForm:
     def record(self, outputs: Sequence[Any]) -> Record:
         """Return the record of a line that succeeded. Args: outputs: of `LLM.generate`, or embeddings."""
         assert self._request is not None
-        number, model = str(self._number), self._model
+        number, model = str(self._number), self.model
         if isinstance(self._request, PoolingRequest):
             return self._response(200, pooling_body(self._request, outputs, request_id=number, model=model, created=0))
         body = response_body(self._request, outputs, request_id=number, model=model, created=0, decode=self._decode)

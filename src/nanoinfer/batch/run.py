@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from nanoinfer.batch.lines import Line, Place
 from nanoinfer.batch.output import Checkpoint
-from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with_call_ids
+from nanoinfer.batch.records import Form, OpenAIForm, OwnForm, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.pooling import Reading, make_all
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.protocols.fields import FieldError
 from nanoinfer.protocols.pooling import PoolingRequest
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.checks import show
 from nanoinfer.utils.progress import ProgressBar
 
 WINDOW_FACTOR = 8
@@ -45,6 +48,8 @@ class BatchOptions:
     """Seed of the batch: with its number, it gives the seed of a line without one."""
     chat_template: str | None = None
     """Jinja template to use instead of the model's own."""
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
+    """Adapters that lines name as their model."""
 
 
 class Source(Protocol):
@@ -168,8 +173,9 @@ class BatchRunner:
 
     def _make(self, request: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
+        lora = self._adapter(request.model, entry)
         if isinstance(request, PoolingRequest):
-            shared: Any = {"salt": request.cache_salt, "priority": request.priority}
+            shared: Any = {"salt": request.cache_salt, "priority": request.priority, "lora": lora}
             entry.readings = self._llm.pooler.embed(request.inputs, request.params, **shared)
             entry.requests = make_all(entry.readings)
             return
@@ -185,7 +191,22 @@ class BatchRunner:
         if request.params.seed is None:
             seeds = (derive_seed(self._options.seed, entry.place.number, i) for i in range(len(prompts)))
             params = [replace(base, seed=seed) for seed in seeds]
-        entry.requests = self._llm.requests.make_all(prompts, params)
+        entry.requests = self._llm.requests.make_all(prompts, params, lora=lora)
+
+    def _adapter(self, name: str | None, entry: _Entry) -> LoRARequest | None:
+        """Return the adapter that a line names. Raises NanoinferError if it names neither one nor the model.
+
+        Without adapters, lines of OpenAI's form may name any model: they were written for another server.
+        """
+        adapters, is_own = self._options.adapters, isinstance(entry.form, OwnForm)
+        if name in (None, self._llm.model_name, self._llm.model.source) or not (adapters or is_own):
+            return None
+        if (lora := adapters.get(name or "")) is None:
+            names = ", ".join((self._llm.model_name, *adapters))
+            raise FieldError(f"the model {show(name)} does not exist: this batch has {names}", "model", 404)
+        if isinstance(entry.form, OpenAIForm):
+            entry.form.model = lora.lora_name
+        return lora
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""

@@ -1,9 +1,10 @@
-"""LoRA adapters: updates of low rank of a model's matrices (Hu et al. 2021, arXiv 2106.09685), as peft writes them.
+"""LoRA adapters: updates of low rank of a model's matrices (Hu et al. 2021, arXiv 2106.09685).
 
     W x   becomes   W x + scale * B (A x)        W: (out, in)   A: (r, in)   B: (out, r)   r: the rank
 
-Covered: the matrices of attention and of MLPs; ranks and scales that differ between matrices; rslora. Refused, in one
-line: DoRA, biases, whole modules and embeddings in the adapter, experts, and initializations that change the base.
+Covered: folders of peft and GGUF files; the matrices of attention and of MLPs; ranks and scales that differ between
+matrices; rslora. Refused, in one line: DoRA, biases, whole modules and embeddings in the adapter, experts, and
+initializations that change the base.
 
 A file names the matrices as the base's own files do, so the tables of the families (`Recipe`) map them to ours: an
 update of one of several matrices that are one here is one of some of its rows, in our order.
@@ -13,21 +14,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES
+from nanoinfer.checkpoints.gguf.file import read_gguf
+from nanoinfer.checkpoints.gguf.model import stored_family
 from nanoinfer.checkpoints.huggingface import ADAPTER, MAX_CONFIG_BYTES, read_tensors, text_part
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe, split_name
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor
+from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.utils.checks import require_float, require_int, show
 from nanoinfer.utils.files import escaped, read_object
 
@@ -35,8 +41,9 @@ TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj")
 """The modules of a layer that an adapter may update."""
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_GGUF_KEY = re.compile(r"(.+)\.weight\.lora_([ab])")
 _REFUSED = {
-    "use_dora": "DoRA", "modules_to_save": "whole modules in the adapter", "lora_bias": "biases",
+    "use_dora": "DoRA layers", "modules_to_save": "whole modules in the adapter", "lora_bias": "biases",
     "layer_replication": "replicated layers", "target_parameters": "updates of experts",
     "trainable_token_indices": "trained tokens", "megatron_config": "Megatron's layers",
     "alora_invocation_tokens": "adapters of some tokens",
@@ -81,10 +88,11 @@ Updates = dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
 
 
 def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapter:
-    """Return the adapter in a folder of peft.
+    """Return an adapter.
 
     Args:
-        path: the folder: adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
+        path: a folder of peft, with adapter_config.json and adapter_model.safetensors or adapter_model.bin; or a GGUF
+            file that llama.cpp's convert_lora_to_gguf.py has written.
         config: of the base.
         max_rank: the greatest rank that is accepted.
 
@@ -92,17 +100,53 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
         NanoinferError: a file is missing or malformed, the adapter is of another base or has a greater rank, or it
             uses what is not supported.
     """
-    folder = Path(path).expanduser()
-    with about(escaped(folder)):
+    path = Path(path).expanduser()
+    with about(escaped(path)):
         if config.rounded_inputs:
             raise NanoinferError("models whose inputs are rounded take no adapters: merge it into the model")
+        if path.is_file() and path.name not in _FILES:
+            return _read_gguf(path, config, max_rank)
+        folder = path.parent if path.is_file() else path
         if not (folder / ADAPTER).is_file():
-            raise NanoinferError(f"is not an adapter: give a folder with {ADAPTER}, as peft writes it")
+            raise NanoinferError(f"is not an adapter: give a folder with {ADAPTER}, as peft writes it, or a GGUF file")
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
         if file is None:
             raise NanoinferError(f"has no {' or '.join(_FILES)}")
         scale_of = _scales(read_object(folder / ADAPTER, MAX_CONFIG_BYTES, "the config of an adapter"), max_rank)
-        return place(_pairs(read_tensors(file), config, scale_of), config, FAMILIES[config.family])
+        tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in read_tensors(file).items()}
+        updates, start = _updates(text_part(tensors), _KEY, scale_of), FAMILIES[config.family].layer.partition(".")[0]
+        if not any(module.startswith(f"{start}.") for module in updates):  # models without a head leave it out
+            updates = {f"{start}.{module}": update for module, update in updates.items()}
+        return place(updates, config, FAMILIES[config.family])
+
+
+def _read_gguf(path: Path, config: ModelConfig, max_rank: int) -> Adapter:
+    """Return the adapter in a GGUF file, whose rows have llama.cpp's order."""
+    file = read_gguf(path)
+    arch, alpha = (file.metadata.get(key) for key in ("general.architecture", "adapter.lora.alpha"))
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if (value := file.metadata.get(key)) != expected:
+            raise NanoinferError(f"{key}={show(value)}: only {key}={expected!r} is a LoRA adapter")
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise NanoinferError("adapters of some tokens are not supported")
+    layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
+    if layout is None or layout.family != config.family:
+        raise NanoinferError(f"general.architecture={show(arch)} is not that of the base, a {config.family}")
+
+    def scale(module: str, rank: int) -> float:
+        _check_rank(module, rank, max_rank)
+        given = require_float("adapter.lora.alpha", alpha, -1e6, 1e6)
+        return given / rank if given else 1.0  # as in llama.cpp
+
+    updates = _updates(file.tensors, _GGUF_KEY, scale)
+    joined = layout.joined or any(module.endswith(".attn_qkv") for module in updates)
+    return place(updates, config, stored_family(config, replace(layout, joined=joined)))
+
+
+def _check_rank(module: str, rank: int, limit: int) -> None:
+    """Raise NanoinferError if a rank exceeds the limit."""
+    if rank > limit:
+        raise NanoinferError(f"module {module}: rank {rank} is more than max_lora_rank={limit}: raise it")
 
 
 def _scales(raw: dict[str, Any], max_rank: int) -> Callable[[str, int], float]:
@@ -120,8 +164,7 @@ def _scales(raw: dict[str, Any], max_rank: int) -> Callable[[str, int], float]:
 
     def scale(module: str, found: int) -> float:
         r = require_int("r", ranks(module, rank), 1)
-        if r > max_rank:
-            raise NanoinferError(f"module {module}: rank {r} is more than max_lora_rank={max_rank}: raise it")
+        _check_rank(module, r, max_rank)
         if r != found:
             raise NanoinferError(f"module {module}: lora_A has rank {found}, the config says {r}")
         return require_float("lora_alpha", alphas(module, alpha), -1e6, 1e6) / (math.sqrt(r) if root else r)
@@ -139,21 +182,21 @@ def _pattern(raw: dict[str, Any], field: str) -> Callable[[str, Any], Any]:
     )
 
 
-def _pairs(tensors: Mapping[str, StoredTensor], config: ModelConfig, scale_of: Callable[[str, int], float]) -> Updates:
-    """Return the updates in the tensors of a folder."""
+def _updates(
+    tensors: Mapping[str, StoredTensor], pattern: re.Pattern[str], scale_of: Callable[[str, int], float]
+) -> Updates:
+    """Return the updates in the tensors of a file. The groups of the pattern are the module, and A or B."""
     found: dict[str, dict[str, StoredTensor]] = {}
-    for key, tensor in text_part({key.removeprefix("base_model.model."): t for key, t in tensors.items()}).items():
-        if (match := _KEY.fullmatch(key)) is None or len(tensor.shape) != 2:
+    for key, tensor in tensors.items():
+        if (match := pattern.fullmatch(key)) is None or len(tensor.shape) != 2 or tensor.dtype not in ITEM_BYTES:
             raise NanoinferError(f"tensor {show(key)} is not lora_A or lora_B of a matrix: merge the adapter by peft")
-        found.setdefault(match[1], {})[match[2]] = tensor
-    start = FAMILIES[config.family].layer.partition(".")[0] + "."
-    prefix = "" if any(module.startswith(start) for module in found) else start  # models without a head leave it out
+        found.setdefault(match[1], {})[match[2].upper()] = tensor
     updates: Updates = {}
     for module, pair in found.items():
         if len(pair) != 2:
             raise NanoinferError(f"module {show(module)} has lora_{next(iter(pair))} alone")
-        a, b = (pair[letter].read().to("float32").dense().values for letter in "AB")
-        updates[prefix + module] = a, b * np.float32(scale_of(module, len(a)))
+        a, b = (pair[letter].read().dense().to("float32").values for letter in "AB")
+        updates[module] = a, b * np.float32(scale_of(module, len(a)))
     return updates
 
 
@@ -214,3 +257,21 @@ def _parts(recipe: Recipe, updates: Updates, shape: tuple[int, ...]) -> tuple[Lo
             parts.append(LowRank(np.ascontiguousarray(a), b[places[own] - start], int(own[0])))
         start += rows
     return tuple(parts)
+
+
+def merge(weights: Weights, adapter: Adapter) -> Weights:
+    """Return the weights of a base with an adapter's updates added to them, in float32, as they are read.
+
+    Matrices that are stored in blocks of quantized values are no longer in blocks.
+    """
+
+    def read() -> Iterator[tuple[str, HostTensor]]:
+        for name, tensor in weights.read():
+            if (module := name.removesuffix(".weight")) in adapter.updates:
+                values = tensor.dense().to("float32").values.copy()
+                for part in adapter.updates[module]:
+                    values[part.first : part.first + len(part.b)] += part.b @ part.a
+                tensor = HostTensor(values, "float32")
+            yield name, tensor
+
+    return replace(weights, read=read, block_formats={})

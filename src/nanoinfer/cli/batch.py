@@ -18,6 +18,7 @@ from nanoinfer.cli.options import NO_FLAGS, are_given, config_flag, flags, llm_c
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.lora_request import named_adapters
 from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.checks import bounded, keep_fields, require_int
 from nanoinfer.utils.files import escaped, read_text
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _CAPACITY = (
     "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "target_step_ms",
-    "max_num_queued", "enable_prefix_caching",
+    "max_num_queued", "enable_prefix_caching", "enable_lora", "max_loras", "max_lora_rank",
 )  # fmt: skip
 """Options that may change when a batch is continued: they do not determine what is generated."""
 
@@ -75,6 +76,7 @@ class RayFlags:
 @config_flag("chat_template")
 @option("seed", "Lines without a seed get one from this and their number.")
 @config_flag("generation_config")
+@option("lora_modules", "Adapter that lines name as their model, as NAME=PATH. May be repeated.", "NAME=PATH")
 @flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=COMMAND_DEFAULTS)
 @llm_config("pooling", "speculation", "engine")
 def batch(
@@ -85,6 +87,7 @@ def batch(
     cluster: RayFlags,
     chat_template: Path | None,
     seed: int = 0,
+    lora_modules: tuple[str, ...],
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
@@ -104,7 +107,9 @@ def batch(
     from nanoinfer.batch.output import open_parts
     from nanoinfer.batch.run import BatchOptions
 
-    options = BatchOptions(params, seed, template)
+    adapters = named_adapters(lora_modules)
+    options = BatchOptions(params, seed, template, adapters)
+    config = dataclasses.replace(config, engine=config.engine.with_adapters(len(adapters)))
     config = dataclasses.replace(config, scheduler=SchedulerConfig(target_step_ms=None))  # none is read token by token
     parts = open_parts(inputs, target, _settings(config, options), overwrite)
     if cluster.ray is not None and not all(reader.is_regular for reader, _ in parts):
@@ -208,6 +213,7 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         **dataclasses.asdict(config.engine),
         **dataclasses.asdict(config.speculation),
         **dataclasses.asdict(config.pooling),
+        "adapters": {name: _identify(lora.lora_path) for name, lora in options.adapters.items()},
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
         "generation_config": config.generation_config,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nanoinfer.checkpoints.load import LoadedModel
 
 log = logging.getLogger("nanoinfer")
+MAX_RANK = 1 << 14
+"""Of an adapter that is merged: it costs nothing afterwards."""
 _FLAGS = ("dtype", "quantization", "threads")
 
 
@@ -31,14 +33,16 @@ _FLAGS = ("dtype", "quantization", "threads")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
 @option("output", "Folder to write; must be empty or not exist.", "FOLDER")
 @config_flag("tokenizer")
+@option("merge", "Adapter (LoRA) to add to the weights: a folder of peft, or a GGUF file.", "PATH")
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
-def pack(*, model: str, output: Path, tokenizer: str | None, options: EngineConfig) -> None:
+def pack(*, model: str, output: Path, tokenizer: str | None, merge: Path | None, options: EngineConfig) -> None:
     """Pack weights into a folder that engine native maps into memory.
 
     Examples:
         nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
         nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
         nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
+        nanoinfer pack base --merge adapter --dtype bfloat16 --output out/merged
     """
     from nanoinfer.checkpoints import packed, tokenizer_files
     from nanoinfer.checkpoints.load import load_model
@@ -52,6 +56,7 @@ def pack(*, model: str, output: Path, tokenizer: str | None, options: EngineConf
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
     format = options.quantization or options.dtype
     loaded = load_model(model, tokenizer=tokenizer)
+    _merge(loaded, merge)
     if not loaded.weights.has_head:
         raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
     if loaded.pooling.unsupported:
@@ -91,9 +96,17 @@ def pack(*, model: str, output: Path, tokenizer: str | None, options: EngineConf
 @option("format", "Format of the weights: F32, F16, BF16 or Q8_0; llama-quantize makes others of F16.", "NAME")
 @option("force", "Replace the file if it exists.")
 @config_flag("tokenizer")
+@option("merge", "Adapter (LoRA) to add to the weights: a folder of peft, or a GGUF file.", "PATH")
 @option("no_tokenizer", "Write no tokenizer: the file then takes token ids only.")
 def export(
-    *, model: str, output: Path, format: str = "F16", force: bool, tokenizer: str | None, no_tokenizer: bool
+    *,
+    model: str,
+    output: Path,
+    format: str = "F16",
+    force: bool,
+    tokenizer: str | None,
+    merge: Path | None,
+    no_tokenizer: bool,
 ) -> None:
     """Write a model as a GGUF file, which llama.cpp loads.
 
@@ -107,6 +120,7 @@ def export(
 
     gguf_export.check_target(output, format, force)
     loaded = load_model(model, tokenizer=tokenizer)
+    _merge(loaded, merge)
     if loaded.tokenizer is None and not no_tokenizer:
         log.warning("no tokenizer is written: %s", loaded.no_tokenizer_reason)
     try:
@@ -122,6 +136,14 @@ def export(
     if is_quantized and num_bytes > file_bytes:
         log.warning("the file is larger than the %s bytes of %s, which is quantized", f"{file_bytes:,}", escaped(model))
     print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes", file=sys.stderr)
+
+
+def _merge(loaded: LoadedModel, path: Path | None) -> None:
+    """Add the updates of an adapter to the weights of a model. Raises NanoinferError as `read_adapter`."""
+    if path is not None:
+        from nanoinfer.checkpoints import adapters
+
+        loaded.weights = adapters.merge(loaded.weights, adapters.read_adapter(path, loaded.config, MAX_RANK))
 
 
 def _warn_if_quantized(loaded: LoadedModel, format: str) -> None:

@@ -46,6 +46,7 @@ def serve(
         nanoinfer serve gpt2 --replicas 2
         nanoinfer serve a.gguf b.gguf --idle-unload 300
         nanoinfer serve a.gguf b.gguf --chat-template b.gguf=tools.jinja
+        nanoinfer serve path/to/base --lora-modules sql=path/to/adapter
     """
     try:
         from nanoinfer.server import access, connections, run
@@ -56,6 +57,7 @@ def serve(
         raise NanoinferError(missing_extra(package, "server")) from None
 
     files = _by_model(models, chat_templates)
+    config = replace(config, engine=config.engine.with_adapters(len(server.lora_modules)))
     configs = [replace(config, model=model, chat_template=files[model]) for model in models]
     server = access.with_keys(server)
     connections.with_max_connections(server)  # before the model is loaded: too many connections are an error at once

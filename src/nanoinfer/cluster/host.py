@@ -37,7 +37,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.server.access_log import configure_logging
 from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.service import names_of
+from nanoinfer.server.service import served_names
 from nanoinfer.utils.files import reason
 from nanoinfer.utils.processes import end_with_parent
 
@@ -77,7 +77,7 @@ def main() -> None:
                 f"replicas={len(spec.cores)} needs engine native, and the engine is"
                 f" {llm.engine_name}: use --engine native"
             )
-        replicas = _Replicas(llm, spec)
+        names, replicas = served_names(llm, spec.server), _Replicas(llm, spec)
     except NanoinferError as e:
         return _report({"error": str(e)})
     except OSError as e:  # of the sockets: their folder ends with the front
@@ -85,7 +85,6 @@ def main() -> None:
     except MemoryError:
         return _report({"error": "out of memory"})
     limits = llm.core.engine.limits
-    names = spec.server.served_model_name or names_of(llm.model_name)
     _report({"names": names, "limits": [limits.max_num_seqs, limits.max_num_cached_tokens]})
     if forks:
         replicas.run()

@@ -37,7 +37,8 @@ def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
         raise NanoinferError(f"the model {printable(again)} is given twice: use --replicas for several of one model")
     if server.served_model_name and len(models) > 1:
         raise NanoinferError(f"served_model_name names one model, and {len(models)} are given: leave it out")
-
+    if server.lora_modules and len(models) > 1:
+        raise NanoinferError(f"lora_modules names adapters of one model, and {len(models)} are given: leave it out")
     if cluster.ray is None:
         plan_cores(cluster)
     elif server.access_log is not None:

@@ -44,7 +44,11 @@ class Adapters:
         self._wanted: WeakKeyDictionary[Request, tuple[LoRARequest, Adapter]] = WeakKeyDictionary()
 
     def assign(self, lora: LoRARequest, request: Request) -> None:
-        """Set the adapter of a request that is not queued yet. Any thread may call it.
+        """Set the adapter of a request that is not queued yet. Any thread may call it. Raises as `read`."""
+        self._wanted[request] = lora, self.read(lora)
+
+    def read(self, lora: LoRARequest) -> Adapter:
+        """Return an adapter.
 
         Raises:
             NanoinferError: enable_lora is off, or the adapter is malformed or of another base (`read_adapter`).
@@ -55,15 +59,13 @@ class Adapters:
             raise NanoinferError(f"lora_request={lora.lora_name!r}: the model was loaded without enable_lora=True")
         loaded = self._loaded.get(lora.lora_int_id)
         if loaded is None:
-            adapter = read_adapter(lora.lora_path, self._model, self._options.max_lora_rank)
-        elif loaded.path == lora.lora_path:
-            adapter = loaded.adapter
-        else:
+            return read_adapter(lora.lora_path, self._model, self._options.max_lora_rank)
+        if loaded.path != lora.lora_path:
             raise NanoinferError(
                 f"lora_int_id={lora.lora_int_id} of {lora.lora_path!r} is that of {loaded.path!r}: give each adapter a"
                 " number of its own"
             )
-        self._wanted[request] = lora, adapter
+        return loaded.adapter
 
     def load(self, requests: Sequence[Request]) -> None:
         """Load the adapters of requests that are about to be queued. The caller has the core's lock.

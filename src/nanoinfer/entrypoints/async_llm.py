@@ -279,13 +279,14 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, as `LLM.embed`. A task that is cancelled ends its requests.
 
         Requests of smaller priority are admitted first.
         """
-        return await self.pool(lambda: self.llm.pooler.embed(prompts, pooling_params, priority=priority))
+        return await self.pool(lambda: self.llm.pooler.embed(prompts, pooling_params, lora_request, priority=priority))
 
     async def score(
         self,

@@ -329,6 +329,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt: `output.outputs.embedding`. See docs/embeddings.md.
 
@@ -336,13 +337,14 @@ class LLM:
             prompts: in the forms of `generate`. A text gets the start and end tokens of the tokenizer's files.
             pooling_params: for all prompts, or one for each.
             use_tqdm: as for `generate`.
+            lora_request: the adapter of all prompts.
 
         Raises:
             NanoinferError: a prompt or parameter is invalid, a prompt is longer than the context length, the model's
                 files ask for a pooling that is not supported, or more than max_num_queued requests would wait.
             ResultError: hidden states are not finite.
         """
-        readings = self.pooler.embed(prompts, pooling_params)
+        readings = self.pooler.embed(prompts, pooling_params, lora_request)
         outputs = self._run(requests := make_all(readings), "embed", use_tqdm)
         for i, request in enumerate(requests):
             (sequence,) = request.sequences

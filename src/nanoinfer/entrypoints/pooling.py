@@ -20,6 +20,7 @@ from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.errors import NanoinferError, ResultError, input_too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import (
     EmbeddingOutput,
@@ -48,6 +49,8 @@ class Reading:
     params: PoolingParams
     options: Mapping[str, Any]
     """Options passed to `Core.make` (salt, priority)."""
+    lora: LoRARequest | None = None
+    """Its adapter; None: none."""
     ids: list[int] = field(default_factory=list)
     """The tokens of the input, when the request is made."""
     total: Values = field(default_factory=lambda: np.zeros(1))
@@ -63,6 +66,7 @@ class Reading:
         self.ids = self.pooler.token_ids(self.prompt, self.params)
         text = self.prompt if isinstance(self.prompt, str) else None
         request = self.pooler.core.make(text, self.ids, NOTHING, 0, **self.options)
+        self.pooler.requests.adapt(request, self.lora)
         first = 0 if self.pooler.model.pooling.kind == "mean" else len(self.ids) - 1
         request.prompt_reads = PromptReads(self.ids, first, self._add, hidden=True)
         return request
@@ -103,17 +107,22 @@ class Pooler:
     """
 
     def __init__(self, core: Core, model: ModelInfo, requests: RequestFactory) -> None:
-        self.core, self.model, self._requests = core, model, requests
+        self.core, self.model, self.requests = core, model, requests
         self._block_size = core.engine.limits.block_size
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        lora: LoRARequest | None = None,
+        **options: Any,
     ) -> list[Reading]:
         """Return the inputs to embed.
 
         Args:
             prompts: in all supported forms, with or without `cache_salt`.
             params: of all prompts, or of each.
+            lora: the adapter of all prompts; None: none.
             options: of `Core.make`: salt, for prompts that have none of their own, and priority.
 
         Raises:
@@ -128,7 +137,7 @@ class Pooler:
         for p in each:
             self._check(p)
         return [
-            Reading(self, prompt, p, {**options, "salt": salt or options.get("salt")})
+            Reading(self, prompt, p, {**options, "salt": salt or options.get("salt")}, lora)
             for prompt, p, salt in zip(inputs, each, salts, strict=True)
         ]
 
@@ -153,10 +162,10 @@ class Pooler:
         if isinstance(prompt, str):
             tokenizer = self.model.require_tokenizer()
             if params.truncate_prompt_tokens is None:
-                self._requests.check_fits(prompt, None)
+                self.requests.check_fits(prompt, None)
             prompt, last = tokenizer.encode(prompt), [*tokenizer.suffix]
             first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ids = self._requests.token_ids([*first, *prompt, *last])
+        ids = self.requests.token_ids([*first, *prompt, *last])
         if not ids:
             raise NanoinferError("the input has no tokens: give one or more characters")
         limit = params.truncate_prompt_tokens or -1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.lora_request import LoRARequest, named_adapters
 from nanoinfer.utils.checks import keep_float, keep_int, require_choice, show
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -27,6 +28,8 @@ class ServerConfig:
     """Port to listen on; 0: a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name of the model in requests and responses, instead of its own. May be repeated: responses have the first."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapter that requests name as their model, as NAME=PATH (docs/lora.md). May be repeated."""
     default_max_tokens: int | None = None
     """max_tokens of requests that have none (default: 16 for completions; chats end at the context length)."""
     shutdown_timeout: float = 30.0
@@ -88,6 +91,12 @@ class ServerConfig:
         for name in self.served_model_name:
             if not isinstance(name, str) or not name:
                 raise NanoinferError(f"served_model_name={show(name)} is not a string of one or more characters")
+        named_adapters(self.lora_modules)
+
+    @property
+    def adapters(self) -> dict[str, LoRARequest]:
+        """The adapters of `lora_modules` by their names."""
+        return named_adapters(self.lora_modules)
 
 
 def _is_host(name: str) -> bool:

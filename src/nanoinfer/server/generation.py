@@ -121,7 +121,7 @@ async def _answer(
 
     def document() -> dict[str, Any]:
         check_finite(every)
-        return shape.body(request, every, **service.common(request_id))
+        return shape.body(request, every, **service.common(request_id, request.model))
 
     await service.bodies.respond(send, document, num_values(request, every))
 
@@ -161,7 +161,7 @@ async def _stream(
     The response begins with the first of them: an error before is a response of its own. One that comes later is the
     last event. After the first, this task only sends what is large, and what comes while the client reads slowly.
     """
-    writer = shape.writer(request, **service.common(request_id))
+    writer = shape.writer(request, **service.common(request_id, request.model))
     started = False
     try:
         async for new in merged:

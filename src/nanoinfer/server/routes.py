@@ -37,7 +37,7 @@ async def metrics(service: Service, scope: Scope, receive: Receive, send: Send) 
 
 
 async def models(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """List the names of the model."""
+    """List the names of the model and of its adapters."""
     await respond_json(send, {"object": "list", "data": [_model(service, name) for name in service.names]})
 
 
@@ -48,12 +48,14 @@ async def model(service: Service, scope: Scope, receive: Receive, send: Send) ->
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    lora = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "nanoinfer",
-        "root": service.llm.llm.model_name,
+        "root": service.llm.llm.model_name if lora is None else lora.lora_path,
+        **({} if lora is None else {"parent": service.names[0]}),
         "max_model_len": service.llm.llm.config.block_size,
     }
 
@@ -175,14 +177,21 @@ async def embed(service: Service, scope: Scope, receive: Receive, send: Send) ->
         return request
 
     request = await service.bodies.read(receive, convert)
-    llm, inputs = service.llm.llm, request.inputs
+    llm, inputs, lora = service.llm.llm, request.inputs, service.adapters.get(request.model or "")
     options: Any = {"salt": combined_salt(scope, request.cache_salt), "priority": request.priority}
     width = llm.config.n_embd
     held = service.quotas.values.holding(len(inputs) * (width + INPUT_VALUES))
     with held, service.metrics.watch(scope, None, len(inputs)) as watch:
-        outputs = await service.llm.pool(lambda: llm.pooler.embed(inputs, request.params, **options), watch.receive)
+        outputs = await service.llm.pool(
+            lambda: llm.pooler.embed(inputs, request.params, lora, **options), watch.receive
+        )
         body = partial(
-            pooling_body, request, outputs, request_id=new_id(), model=service.names[0], created=int(time.time())
+            pooling_body,
+            request,
+            outputs,
+            request_id=new_id(),
+            model=service.name_of(request.model),
+            created=int(time.time()),
         )
         await service.bodies.respond(send, body, len(inputs) * width)
 

@@ -24,7 +24,7 @@ from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import BoundedServer, uvicorn_options, with_max_connections
 from nanoinfer.server.http import Refusal, SentResponse
-from nanoinfer.server.service import names_of
+from nanoinfer.server.service import served_names
 from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
@@ -75,7 +75,7 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
     with log_files(config) as access_log:
         config = with_max_connections(config)
         app = build_app(llm, config, access_log)
-        names = config.served_model_name or names_of(llm.llm.model_name)
+        names = served_names(llm.llm, config)
         try:
             asyncio.run(listen(app, config, bound, f"model: {', '.join(map(printable, names))}"))
         finally:

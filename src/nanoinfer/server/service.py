@@ -14,6 +14,8 @@ from typing import Any
 from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
+from nanoinfer.entrypoints.llm import LLM
+from nanoinfer.errors import NanoinferError
 from nanoinfer.protocols import messages, output, responses
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
 from nanoinfer.protocols.requests import GenerationRequest
@@ -44,8 +46,9 @@ class Service:
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
-        self.names = config.served_model_name or names_of(llm.llm.model_name)
-        """Names of the model; responses have the first."""
+        self.names = served_names(llm.llm, config)
+        """Names of the model and its adapters; responses have the first, or that of their adapter."""
+        self.adapters = config.adapters
         self.created = int(time.time())
         self.sizes = llm.llm.config.block_size, llm.llm.model.vocab_size
         """The context length, and the number of tokens that may be sampled."""
@@ -99,6 +102,7 @@ class Service:
         """
         kind = "delta" if request.stream else "final_only"
         options: dict[str, Any] = {"priority": request.priority, "output_kind": kind, "check": check}
+        options["lora_request"] = self.adapters.get(request.model or "")
         if request.chat:
             options |= {**request.template, "cache_salt": salt}
             return [self.llm.chat(request.messages, request.params, request_id, **options)]
@@ -108,13 +112,33 @@ class Service:
             for i, prompt in enumerate(request.prompts)
         ]
 
-    def common(self, request_id: str) -> dict[str, Any]:
-        """Return the arguments that `Shape.body` and `Shape.writer` share."""
-        return {"request_id": request_id, "model": self.names[0], "created": int(time.time()), "decode": self.decode}
+    def common(self, request_id: str, model: str | None) -> dict[str, Any]:
+        """Return the arguments that `Shape.body` and `Shape.writer` share. `model`: of the request."""
+        name, created = self.name_of(model), int(time.time())
+        return {"request_id": request_id, "model": name, "created": created, "decode": self.decode}
+
+    def name_of(self, model: str | None) -> str:
+        """Return the name that responses have: that of the request's adapter, or the first name of the model."""
+        return model if model is not None and model in self.adapters else self.names[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; empty without a tokenizer."""
         return self.llm.llm.decode(token_ids) if self.llm.llm.tokenizer is not None else ""
+
+
+def served_names(llm: LLM, config: ServerConfig) -> tuple[str, ...]:
+    """Return the names that requests may have as their model, after reading the adapters among them.
+
+    Raises:
+        NanoinferError: an adapter is malformed or of another base, or has a name of the model.
+    """
+    names, adapters = config.served_model_name or names_of(llm.model_name), config.adapters
+    for name, lora in adapters.items():
+        if name in names:
+            raise NanoinferError(f"lora_modules: {name!r} is a name of the model: give the adapter another one")
+        assert llm.core.adapters is not None
+        llm.core.adapters.read(lora)
+    return (*names, *adapters)
 
 
 def names_of(model: str) -> tuple[str, ...]:
