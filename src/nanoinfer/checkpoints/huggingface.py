@@ -242,6 +242,8 @@ ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
 _MISSING = {
     "gemma3n": "its residual streams (AltUp, LAuReL) and sparse activations are not",
     "gemma3n_text": "its residual streams (AltUp, LAuReL) and sparse activations are not",
+    "apertus": "its activation, which has parameters in each layer (xIELU), is not",
+    "hunyuan_v1_dense": "its norms of queries and keys after their rotation are not",
     "mllama": "its layers of attention to images are not",
     "qwen3_next": "its layers of linear attention are not",
 }
