@@ -218,7 +218,7 @@ def test_an_adapter_is_not_a_model(tmp_path: Path, tiny_folder: Path, name: str,
     if there == "with config":
         os.rename(tiny_folder / "config.json", tmp_path / "a" / "config.json")
     base = "its base model" if there == "no base" else r"'someone/base\x1b[1m'"
-    expected = f"is an adapter (LORA), not a model: merge it into {base} (merge_and_unload of peft), save that"
+    expected = f"is an adapter (LORA), not a model: give {base} as the model, and the adapter as lora_request or"
     refuses(lambda: load_model(str(tmp_path / "a" / name)), str(tmp_path / "a"), expected)
 
 

@@ -108,8 +108,8 @@ def refuse_adapter(folder: Path) -> None:
     kind, base = raw.get("peft_type"), raw.get("base_model_name_or_path")
     into = show(base) if isinstance(base, str) else "its base model"
     raise NanoinferError(
-        f"{escaped(folder)} is an adapter ({escaped(kind or 'LORA', 40)}), not a model: merge it into {into}"
-        " (merge_and_unload of peft), save that, and give its folder"
+        f"{escaped(folder)} is an adapter ({escaped(kind or 'LORA', 40)}), not a model: give {into} as the model, and"
+        " the adapter as lora_request or --lora-modules (docs/lora.md)"
     )
 
 
