@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from helpers.adapters import merged, write_adapter
 from helpers.errors import refuses
 from helpers.families import make_config, random_model
 from helpers.models import TINY, make_folder
-from nanoinfer import LLM, LoRARequest, SamplingParams
+from nanoinfer import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder, read_config
@@ -283,6 +284,39 @@ def test_a_request_with_a_bad_adapter_is_refused_and_others_continue(tmp_path: P
     for lora in (loras[2], loras[1], loras[0], loras[1]):  # each takes the place of the one that was named first
         text = llm.generate("To be", PARAMS, lora_request=lora)[0].outputs[0].text
     assert text == expected
+
+
+def test_all_ways_to_generate_take_an_adapter(tmp_path: Path) -> None:
+    """And adapters of one number that are queued together must be one."""
+    llm = LLM(
+        str(make_folder(tmp_path / "base")),
+        engine="static",
+        enable_lora=True,
+        chat_template="{{ messages[0].content }}",
+    )
+    lora, other = (LoRARequest(name, 1, str(write_adapter(tmp_path / name, TINY, seed=4))) for name in "ab")
+    expected = llm.generate("To be", PARAMS, lora_request=lora)[0].outputs[0].text
+    messages = [{"role": "user", "content": "To be"}]
+    assert expected != llm.generate("To be", PARAMS)[0].outputs[0].text
+    assert llm.chat(messages, PARAMS, lora_request=lora)[0].outputs[0].text == expected
+    assert "".join(llm.conversation(lora_request=lora).send("To be", PARAMS)) == expected
+    _, stream = llm.stream_outputs("To be", PARAMS, lora_request=lora)
+    assert [o.outputs[0].text for o in stream if isinstance(o, RequestOutput)] == [expected]
+    beams = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
+    assert llm.beam_search("To be", beams, lora_request=lora)[0].sequences[0].text == expected
+
+    async def stream_all() -> list[str]:
+        async with AsyncLLM.from_llm(llm) as model:
+            outputs = [
+                *[o async for o in model.generate("To be", PARAMS, lora_request=lora)],
+                *[o async for o in model.chat(messages, PARAMS, lora_request=lora, output_kind="final_only")],
+            ]
+            return [o.outputs[0].text for o in outputs if o.finished]
+
+    assert asyncio.run(stream_all()) == [expected] * 2
+    refuses(lambda: llm.generate("To be", PARAMS, lora_request=other), "lora_int_id=1 of")
+    fresh = LLM(str(tmp_path / "base"), engine="static", enable_lora=True)
+    refuses(lambda: fresh.generate(["a", "b"], PARAMS, lora_request=[lora, other]), "lora_int_id=1 of")
 
 
 def test_a_model_without_adapters_refuses_them(tmp_path: Path) -> None:

@@ -27,6 +27,15 @@ class _Loaded:
     number: int
     """The engine's."""
 
+    def of(self, lora: LoRARequest) -> _Loaded:
+        """Return this adapter. Raises NanoinferError if it is another one than `lora`, whose number is the same."""
+        if self.path != lora.lora_path:
+            raise NanoinferError(
+                f"lora_int_id={lora.lora_int_id} of {lora.lora_path!r} is that of {self.path!r}: give each adapter a"
+                " number of its own"
+            )
+        return self
+
 
 class Adapters:
     """Reads adapters and loads them into an engine.
@@ -60,26 +69,24 @@ class Adapters:
         loaded = self._loaded.get(lora.lora_int_id)
         if loaded is None:
             return read_adapter(lora.lora_path, self._model, self._options.max_lora_rank)
-        if loaded.path != lora.lora_path:
-            raise NanoinferError(
-                f"lora_int_id={lora.lora_int_id} of {lora.lora_path!r} is that of {loaded.path!r}: give each adapter a"
-                " number of its own"
-            )
-        return loaded.adapter
+        return loaded.of(lora).adapter
 
     def load(self, requests: Sequence[Request]) -> None:
         """Load the adapters of requests that are about to be queued. The caller has the core's lock.
 
         Raises:
-            NanoinferError: max_loras adapters have unfinished requests.
+            NanoinferError: max_loras adapters have unfinished requests, or two requests have different adapters of the
+                same number.
         """
         used = self._scheduler.adapters
         for request in requests:
             if (wanted := self._wanted.pop(request, None)) is not None:
                 lora, adapter = wanted
-                if (loaded := self._loaded.pop(lora.lora_int_id, None)) is None:
+                if (loaded := self._loaded.get(lora.lora_int_id)) is None:
                     self._make_place(used)
                     loaded = _Loaded(lora.lora_path, adapter, self._cache.engine.load_adapter(adapter))
+                loaded = loaded.of(lora)
+                self._loaded.pop(lora.lora_int_id, None)
                 self._loaded[lora.lora_int_id] = loaded  # used last
                 request.adapter = loaded.number
                 used.add(loaded.number)

@@ -132,13 +132,9 @@ class NativeEngine(Sequences):
         return {"adapters": numbers} if any(numbers) else {}
 
     def _load_adapter(self, number: int, adapter: Adapter) -> None:
-        try:
-            for name, parts in adapter.updates.items():
-                for part in parts:
-                    self._decoder.load_adapter(adapter=number, name=name, first=part.first, a=part.a, b=part.b)
-        except BaseException:
-            self._decoder.unload_adapter(number)
-            raise
+        for name, updates in adapter.updates.items():
+            for part in updates:
+                self._decoder.load_adapter(adapter=number, name=name, first=part.first, a=part.a, b=part.b)
 
     def _unload_adapter(self, number: int) -> None:
         self._decoder.unload_adapter(number)

@@ -112,7 +112,11 @@ class Sequences:
         if not free:
             limit = f"max_loras={self._max_loras} are" if self._max_loras else "none may be, without enable_lora=True,"
             raise NanoinferError(f"{len(self._adapters)} adapters are loaded; {limit} the limit")
-        self._load_adapter(free[0], adapter)
+        try:
+            self._load_adapter(free[0], adapter)
+        except BaseException:
+            self._unload_adapter(free[0])
+            raise
         self._adapters.add(free[0])
         return free[0]
 

@@ -27,6 +27,7 @@ from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
 from nanoinfer.inputs.messages import Message, Tool, as_conversation, is_list
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import AnswerDelta, ChatMessage, CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
@@ -309,6 +310,7 @@ class Conversation:
 
     Args:
         system: content of the system message; None: no such message.
+        lora: the adapter of all answers; None: none.
     """
 
     def __init__(
@@ -318,9 +320,11 @@ class Conversation:
         formatter: ChatFormatter,
         options: ChatOptions,
         system: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> None:
         formatter.template(options.chat_template)  # raises: the model has none
         self._core, self._requests, self._formatter, self._options = core, requests, formatter, options
+        self._lora = lora
         self._request: Request | None = None  # of the answer that is being generated
         self._output: RequestOutput | None = None
         self.messages = [] if system is None else [{"role": "system", "content": system}]
@@ -427,7 +431,7 @@ class Conversation:
         first, text, token_ids = self._fit(messages, params, options)
         prompt = chat_prompt(self._formatter, text, options, params)
         prompt = prompt.compiled(self._requests)
-        request = self._requests.make(token_ids, prompt.params)
+        request = self._requests.make(token_ids, prompt.params, lora=self._lora)
         if first > self._first:
             log.warning(
                 "the conversation exceeds the context length of %d tokens: its oldest %d messages are left out",

@@ -307,11 +307,14 @@ class LLM:
         """
         return self.formatter.encode(self.formatter.render(as_conversation(messages), ChatOptions(**options)))
 
-    def conversation(self, system: str | None = None, **options: Any) -> Conversation:
+    def conversation(
+        self, system: str | None = None, *, lora_request: LoRARequest | None = None, **options: Any
+    ) -> Conversation:
         """Return an empty conversation: it keeps the messages, and each turn processes its new tokens only.
 
         Args:
             system: content of the system message; None: no such message.
+            lora_request: the adapter of all answers.
             options: as for `chat`, of all turns.
 
         Raises:
@@ -319,7 +322,7 @@ class LLM:
             TypeError: an option is unknown.
         """
         self.model.require_tokenizer()
-        return Conversation(self.core, self.requests, self.formatter, ChatOptions(**options), system)
+        return Conversation(self.core, self.requests, self.formatter, ChatOptions(**options), system, lora_request)
 
     # Embeddings and scores -------------------------------------------------------------------------------
 

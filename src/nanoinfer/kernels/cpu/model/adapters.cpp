@@ -35,8 +35,10 @@ void Adapters::load(std::int64_t adapter, const Matrix& input, const Matrix& out
   update->factors = {.type = type, .rank = g.rank, .in = g.in, .depth = depth, .first = first, .panels = panels};
   update->at = readers.empty() ? 0 : readers.back()->at + readers.back()->factors.rank;
   const std::int64_t bytes = type == WeightType::f32 ? 4 : 2;
-  update->memory = Buffer(bytes * g.rank * (depth + panels * kPanel), /*huge_pages=*/false);
-  std::uint8_t *a = update->memory.data(), *b = a + bytes * g.rank * depth;
+  update->memory = std::make_unique<std::uint8_t[]>(bytes * g.rank * (depth + panels * kPanel) + 64);
+  std::uint8_t* const memory = update->memory.get();
+  std::uint8_t* const a = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+  std::uint8_t* const b = a + bytes * g.rank * depth;
   for (std::int64_t j = 0; j < g.rank; ++j)
     for (std::int64_t i = 0; i < g.in; ++i) put(type, a, j * depth + i, g.a[j * g.in + i]);
   for (std::int64_t o = 0; o < g.rows; ++o) {

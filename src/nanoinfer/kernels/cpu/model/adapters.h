@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "kernels.h"
-#include "memory.h"
 
 namespace nanoinfer {
 
@@ -22,7 +21,7 @@ struct Factors {
 struct Update {
   LowRank factors;
   std::int64_t at;  // where its projection begins in those of a row
-  Buffer memory;
+  std::unique_ptr<std::uint8_t[]> memory;  // of the factors, from its first multiple of 64 on
 };
 
 class Adapters {
