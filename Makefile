@@ -140,7 +140,7 @@ soak: .venv/installed-test
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/native/test_native_kernels.py tests/native/test_native_engine.py tests/native/test_native_loading.py \
   tests/native/test_native_blocks.py tests/checkpoints/test_packed.py tests/sampling/test_native_sampler.py \
-  tests/native/test_native_locks.py
+  tests/native/test_native_locks.py tests/native/test_native_lora.py
 
 build-asan: .venv/installed-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/asan -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import overlap
 from helpers.adapters import make_adapter, merged
-from helpers.engines import BATCHES, GREEDY, generate, make_core, make_engine, naive_greedy, prompt
+from helpers.engines import BATCHES, DEVICES, GREEDY, generate, make_core, make_engine, naive_greedy, prompt
 from helpers.errors import refuses
 from helpers.models import TINY, make_model
 from nanoinfer import SamplingParams
@@ -45,8 +47,8 @@ def models(adapters: list[Adapter]) -> list[Transformer]:
     return [GPT, *(merged(GPT, adapter) for adapter in adapters)]
 
 
-def core_with(name: str, adapters: list[Adapter], **options: int) -> Core:
-    engine = make_engine(name, merged(GPT, Adapter({})), enable_lora=True, max_loras=4, max_lora_rank=5)
+def core_with(name: str, adapters: list[Adapter], device: str = "cpu", **options: int) -> Core:
+    engine = make_engine(name, copy.deepcopy(GPT).to(device), enable_lora=True, max_loras=4, max_lora_rank=5)
     assert [engine.load_adapter(adapter) for adapter in adapters] == [1, 2, 3][: len(adapters)]
     return make_core(engine, **options)
 
@@ -66,19 +68,35 @@ def run(
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
 @pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("device", DEVICES)
 def test_greedy_tokens_are_those_of_each_adapter_alone(
-    name: str, chunk: int, batch: str, adapters: list[Adapter], models: list[Transformer]
+    name: str, chunk: int, batch: str, adapters: list[Adapter], models: list[Transformer], device: str
 ) -> None:
     """Several adapters and none in a batch, twice in a row: the second time, prefixes are in the cache."""
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
     numbers = [(1 + i) % 4 for i in range(len(prompts))]
     params = [replace(GREEDY, max_tokens=3 + 4 * (i % 3)) for i in range(len(prompts))]
-    core = core_with(name, adapters, max_num_batched_tokens=chunk)
+    core = core_with(name, adapters, device, max_num_batched_tokens=chunk)
     expected = [
         [naive_greedy(models[n], p, q.max_tokens or 0)] for n, p, q in zip(numbers, prompts, params, strict=True)
     ]
     assert run(core, prompts, params, numbers) == expected
     assert run(core, prompts, params, numbers) == expected
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_steps_that_overlap_have_the_adapters_of_their_sequences(
+    recorded: bool, adapters: list[Adapter], models: list[Transformer]
+) -> None:
+    """Graphs are recorded without adapters, with one, and with others in the same slots."""
+    core = overlap.make_core(copy.deepcopy(GPT), recorded=recorded, enable_lora=True, max_lora_rank=5)
+    numbers = [0, *map(core.engine.load_adapter, adapters)]
+    prompts, params = [prompt(n, n) for n in (3, 9, 6)], [replace(GREEDY, max_tokens=n) for n in (9, 5, 12)]
+    for chosen in ([0, 0, 0], [1, 0, 2], [3, 2, 1], [0, 0, 1]):
+        expected = [
+            [naive_greedy(models[i], p, q.max_tokens or 0)] for i, p, q in zip(chosen, prompts, params, strict=True)
+        ]
+        assert run(core, prompts, params, [numbers[i] for i in chosen]) == expected
 
 
 @pytest.mark.parametrize("name", WITH)
@@ -135,7 +153,7 @@ def test_samples_beams_and_windows_that_slide(name: str, adapters: list[Adapter]
     core = core_with(name, adapters)
     slides = replace(GREEDY, max_tokens=40, overflow="slide")
     (samples, long) = run(core, [prompt(9), prompt(4)], [SamplingParams(max_tokens=8, n=2), slides], [1, 2])
-    alone = make_core(make_engine(name, merged(models[1], Adapter({}))))
+    alone = make_core(make_engine(name, copy.deepcopy(models[1])))
     assert samples == generate(alone, [prompt(9)], [SamplingParams(max_tokens=8, n=2)])[0]
     assert long == [naive_greedy(models[2], prompt(4), 40, TINY.block_size // 2)]
 
@@ -159,7 +177,7 @@ def test_families_with_gates_shared_heads_and_fused_matrices(
     for case in ("qwen2", "gemma2", "phi3", "gpt_neox", "ernie4_5", "olmo2", "gemma4-shared", "qwen3_moe-mixed"):
         gpt = gpt_of(case)
         adapter = make_adapter(tmp_path / case, gpt.config, 4)
-        engine = make_engine(name, merged(gpt, Adapter({})), enable_lora=True)
+        engine = make_engine(name, copy.deepcopy(gpt), enable_lora=True)
         core = Core(engine, Scheduler(engine), sample, None, gpt.config.vocab_size)
         number = engine.load_adapter(adapter)
         ids = [[5, 9, 11, 30, 7], [3, 4]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,13 +64,14 @@ def make_core(
     overlap: bool = True,
     chunk: int = 2048,
     target_step_ms: int | None = None,
+    **options: Any,
 ) -> Core:
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
     engine: StaticShapeEngine = (
-        CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=recorder)
+        CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30, **options), recorder=recorder)
         if recorded
-        else StaticShapeEngine(gpt, limits)
+        else StaticShapeEngine(gpt, limits, EngineConfig(**options))
     )
     return Core(
         engine,
