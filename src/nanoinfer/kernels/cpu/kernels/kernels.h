@@ -87,13 +87,25 @@ struct MatmulTask {
 };
 
 // An update of low rank, B A x, of the outputs of a matrix from panel `first` on. A is (rank, depth), B (panels, rank, kPanel),
-// both padded with zeros, in float32 or bfloat16.
+// both padded with zeros, in float32, bfloat16 or int8, whose scales of both are one for each rank.
 struct LowRank {
   WeightType type;
   std::int64_t rank, in;
   std::int64_t depth;                // `in`, padded to kLanes
   std::int64_t first, panels;
   const std::uint8_t *a = nullptr, *b = nullptr;
+  const float* scale = nullptr;      // (rank), 1 unless the factors are int8
+};
+
+// Rows with an update: x to t = A x, and t to y, to which B t is added.
+struct LowRankRows {
+  std::int64_t rows;
+  const float* x;
+  std::int64_t x_stride;
+  float* t;
+  std::int64_t t_stride;
+  float* y;                          // all outputs
+  std::int64_t y_stride;
 };
 
 // One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
@@ -143,10 +155,10 @@ struct Kernels {
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t n);
   // Run `steps` steps of a weight type's products without memory traffic; return the multiplications and additions.
   std::int64_t (*peak)(WeightType type, std::int64_t steps, float* sink);
-  // t[0:rank] = A x.
-  void (*project)(const LowRank& u, const float* x, float* t);
-  // Add B t to a row of outputs, in panels [begin, end) of the matrix.
-  void (*expand)(const LowRank& u, const float* t, std::int64_t begin, std::int64_t end, float* y);
+  // t = A x, times the scale.
+  void (*project)(const LowRank& u, const LowRankRows& rows);
+  // y += B t, in panels [begin, end) of the matrix.
+  void (*expand)(const LowRank& u, const LowRankRows& rows, std::int64_t begin, std::int64_t end);
 };
 
 }  // namespace nanoinfer

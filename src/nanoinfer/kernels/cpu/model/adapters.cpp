@@ -1,6 +1,7 @@
 #include "adapters.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -12,42 +13,60 @@ namespace nanoinfer {
 
 namespace {
 
-// Write a float in a format: its bits, or those of the nearest bfloat16, ties to even.
+WeightType type_of_factors(WeightType matrix) {
+  if (matrix == WeightType::f32) return matrix;
+  return matrix == WeightType::bf16 || matrix == WeightType::f16 ? WeightType::bf16 : WeightType::i8;
+}
+
+std::int64_t bytes_of(WeightType type) { return type == WeightType::f32 ? 4 : type == WeightType::bf16 ? 2 : 1; }
+
+// Write a float in a format: its bits, those of the nearest bfloat16, ties to even, or the nearest integer.
 void put(WeightType type, std::uint8_t* to, std::int64_t index, float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   if (type == WeightType::f32) {
     std::memcpy(to + 4 * index, &bits, sizeof bits);
-  } else {
+  } else if (type == WeightType::bf16) {
     const std::uint16_t half = static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     std::memcpy(to + 2 * index, &half, sizeof half);
+  } else {
+    to[index] = static_cast<std::uint8_t>(static_cast<std::int8_t>(std::lrint(value)));
   }
+}
+
+// The scale by which n floats, a stride apart, become integers of at most 127: 0 if all are 0, NaN if one is not finite.
+float scale_of(const float* values, std::int64_t n, std::int64_t stride) {
+  float most = 0, check = 0;
+  for (std::int64_t i = 0; i < n; ++i) most = std::max(most, std::fabs(values[i * stride])), check += values[i * stride] * 0;
+  return most / 127 + check;
 }
 
 }  // namespace
 
-void Adapters::load(std::int64_t adapter, const Matrix& input, const Matrix& output, WeightType type, const Factors& g) {
+void Adapters::load(std::int64_t adapter, const Matrix& input, const Matrix& output, const Factors& g) {
   Adapter& one = all_[adapter];
   List& readers = one.inputs[&input];
   auto update = std::make_shared<Update>();
+  const WeightType type = type_of_factors(output.type);
   const std::int64_t first = g.first / kPanel, depth = (g.in + kLanes - 1) / kLanes * kLanes;
-  const std::int64_t panels = (g.first + g.rows + kPanel - 1) / kPanel - first;
-  update->factors = {.type = type, .rank = g.rank, .in = g.in, .depth = depth, .first = first, .panels = panels};
+  const std::int64_t panels = (g.first + g.rows + kPanel - 1) / kPanel - first, bytes = bytes_of(type);
   update->at = readers.empty() ? 0 : readers.back()->at + readers.back()->factors.rank;
-  const std::int64_t bytes = type == WeightType::f32 ? 4 : 2;
   update->memory = std::make_unique<std::uint8_t[]>(bytes * g.rank * (depth + panels * kPanel) + 64);
   std::uint8_t* const memory = update->memory.get();
   std::uint8_t* const a = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
   std::uint8_t* const b = a + bytes * g.rank * depth;
-  for (std::int64_t j = 0; j < g.rank; ++j)
-    for (std::int64_t i = 0; i < g.in; ++i) put(type, a, j * depth + i, g.a[j * g.in + i]);
-  for (std::int64_t o = 0; o < g.rows; ++o) {
-    const std::int64_t place = g.first + o - first * kPanel;
-    for (std::int64_t j = 0; j < g.rank; ++j)
-      put(type, b, (place / kPanel * g.rank + j) * kPanel + place % kPanel, g.b[o * g.rank + j]);
+  for (std::int64_t j = 0; j < g.rank; ++j) {
+    float of_a = 1, of_b = 1;
+    if (type == WeightType::i8) of_a = scale_of(g.a + j * g.in, g.in, 1), of_b = scale_of(g.b + j, g.rows, g.rank);
+    update->scale.push_back(of_a * of_b);
+    if (!(update->scale.back() != 0)) continue;
+    for (std::int64_t i = 0; i < g.in; ++i) put(type, a, j * depth + i, g.a[j * g.in + i] / of_a);
+    for (std::int64_t o = 0; o < g.rows; ++o) {
+      const std::int64_t place = g.first + o - first * kPanel;
+      put(type, b, (place / kPanel * g.rank + j) * kPanel + place % kPanel, g.b[o * g.rank + j] / of_b);
+    }
   }
-  update->factors.a = a;
-  update->factors.b = b;
+  update->factors = {type, g.rank, g.in, depth, first, panels, a, b, update->scale.data()};
   most_projected_ = std::max(most_projected_, update->at + g.rank);
   readers.push_back(update);
   one.outputs[&output].push_back(std::move(update));
@@ -69,8 +88,7 @@ void Decoder::load_adapter(std::int64_t adapter, const std::string& name, const 
   const bool fits = slot.matrix && given.in == slot.columns && given.first >= 0 && given.rows <= out - given.first;
   if (adapter < 1 || !fits || given.rank < 1 || given.rows < 1)
     throw std::invalid_argument("tensor '" + name + "' does not take these factors");
-  pass_.adapters().load(adapter, *input.matrix, *slot.matrix, model_.type == WeightType::f32 ? WeightType::f32 : WeightType::bf16,
-                        given);
+  pass_.adapters().load(adapter, *input.matrix, *slot.matrix, given);
   pass_.make_room_for_adapters();
 }
 
@@ -82,34 +100,63 @@ void ForwardPass::make_room_for_adapters() {
   std::int64_t most = std::max({x_stride_, qkv_stride_, attended_stride_, hidden_stride_});
   if (latent_) most = std::max(most, latent_->down_stride);
   added_ = Buffer(max_rows_ * most * sizeof(float));
+  normed_ = Buffer(max_rows_ * scratch_stride_ * sizeof(float));
 }
 
-// Project the input of a product, if the row's adapter updates it.
-void ForwardPass::project(const float* x, const Matrix& next, std::int64_t row) {
-  const Adapters::List* const updates = adapters_.of_input(rows_[row].adapter, next);
-  if (updates == nullptr) return;
-  for (const auto& update : *updates)
-    kernels_.project(update->factors, x, projected_.data() + row * projected_stride_ + update->at);
+// Call f for each part of some rows that have the same list of updates, which is not null.
+template <class F>
+void ForwardPass::with_updates(Range rows, const Adapters::List* (Adapters::*of)(std::int64_t, const Matrix&) const,
+                               const Matrix& w, F&& f) const {
+  for (std::int64_t from = rows.begin, to; from < rows.end; from = to) {
+    const std::int64_t adapter = rows_[from].adapter;
+    for (to = from + 1; to < rows.end && rows_[to].adapter == adapter;) ++to;
+    if (const Adapters::List* const updates = (adapters_.*of)(adapter, w)) f(Range{from, to}, *updates);
+  }
+}
+
+// Project the inputs of a product, for rows whose adapters update it.
+void ForwardPass::project(const float* x, std::int64_t stride, const Matrix& next, Range rows) {
+  if (!has_adapters_) return;
+  with_updates(rows, &Adapters::of_input, next, [&](Range some, const Adapters::List& updates) {
+    for (const auto& update : updates)
+      kernels_.project(update->factors, {.rows = some.end - some.begin,
+                                         .x = x + some.begin * stride,
+                                         .x_stride = stride,
+                                         .t = projected_.data() + some.begin * projected_stride_ + update->at,
+                                         .t_stride = projected_stride_,
+                                         .y = nullptr,
+                                         .y_stride = 0});
+  });
 }
 
 // What is added to some panels of a product's sums (MatmulTask::added), null if no row has an update of the matrix. Its
 // panels are those from `first` on of all outputs. Adding -0 to the other rows changes no bit of their sums.
 const float* ForwardPass::added(const Matrix& w, std::int64_t first, std::int64_t stride, Range rows, Range panels) {
   if (!has_adapters_) return nullptr;
-  const auto updates_of = [&](std::int64_t r) { return adapters_.of_output(rows_[r].adapter, w); };
-  std::int64_t with = rows.begin;
-  while (with < rows.end && updates_of(with) == nullptr) ++with;
-  if (with == rows.end) return nullptr;
   float* const all = reinterpret_cast<float*>(added_.data());
   const std::int64_t begin = first + panels.begin, end = first + panels.end;
-  for (std::int64_t r = rows.begin; r < rows.end; ++r) {
-    float* const y = all + r * stride;
-    const Adapters::List* const updates = updates_of(r);
-    std::fill(y + begin * kPanel, y + end * kPanel, updates ? 0.0f : -0.0f);
-    if (updates == nullptr) continue;
-    for (const auto& update : *updates)
-      kernels_.expand(update->factors, projected_.data() + r * projected_stride_ + update->at, begin, end, y);
-  }
+  const auto fill = [&](Range some, float value) {
+    for (std::int64_t r = some.begin; r < some.end; ++r)
+      std::fill(all + r * stride + begin * kPanel, all + r * stride + end * kPanel, value);
+  };
+  std::int64_t filled = rows.begin;
+  bool any = false;
+  with_updates(rows, &Adapters::of_output, w, [&](Range some, const Adapters::List& updates) {
+    any = true;
+    fill({filled, some.begin}, -0.0f);
+    fill(some, 0.0f);
+    filled = some.end;
+    for (const auto& update : updates)
+      kernels_.expand(update->factors, {.rows = some.end - some.begin,
+                                        .x = nullptr,
+                                        .x_stride = 0,
+                                        .t = projected_.data() + some.begin * projected_stride_ + update->at,
+                                        .t_stride = projected_stride_,
+                                        .y = all + some.begin * stride,
+                                        .y_stride = stride}, begin, end);
+  });
+  if (!any) return nullptr;
+  fill({filled, rows.end}, -0.0f);
   return all + rows.begin * stride + first * kPanel;
 }
 

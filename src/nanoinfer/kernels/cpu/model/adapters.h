@@ -1,6 +1,6 @@
 // LoRA adapters: updates of low rank of a decoder's matrices (nanoinfer/checkpoints/adapters.py). A row of a step has at most
-// one adapter. Its inputs are projected where they are prepared for a product (ForwardPass::prepare_row), and what they
-// expand to is added to the product's sums before its epilogue (MatmulTask::added).
+// one adapter. Its inputs are projected when they are prepared for a product (ForwardPass::project), and what they expand to
+// is added to the product's sums before its epilogue (MatmulTask::added).
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,14 @@ struct Update {
   LowRank factors;
   std::int64_t at;  // where its projection begins in those of a row
   std::unique_ptr<std::uint8_t[]> memory;  // of the factors, from its first multiple of 64 on
+  std::vector<float> scale;
 };
 
 class Adapters {
  public:
   // Add an update of a matrix to an adapter, from 1 on; `input` is the matrix that the rows are prepared for.
-  void load(std::int64_t adapter, const Matrix& input, const Matrix& output, WeightType type, const Factors& given);
+  // The factors are float32 if the matrix is, bfloat16 if it has 16 bits, else int8.
+  void load(std::int64_t adapter, const Matrix& input, const Matrix& output, const Factors& given);
   void unload(std::int64_t adapter) { all_.erase(adapter); }
   bool has(std::int64_t adapter) const { return all_.count(adapter) != 0; }
   // The updates that read the rows prepared for a matrix, and those of a matrix; null: there are none.

@@ -113,10 +113,12 @@ void ForwardPass::add(double PartSeconds::*part, std::int64_t count, decltype(Ph
                      }});
 }
 
-// Add a phase whose items are the rows.
-void ForwardPass::add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body) {
-  auto of_rows = [body = std::move(body)](int rank, Range rows) {
+// Add a phase whose items are the rows. A thread calls `then` with the rows that it has processed.
+void ForwardPass::add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body,
+                           std::function<void(Range rows)> then) {
+  auto of_rows = [body = std::move(body), then = std::move(then)](int rank, Range rows) {
     for (std::int64_t r = rows.begin; r < rows.end; ++r) body(rank, r);
+    if (then) then(rows);
   };
   if (block_rows_) row_steps_.push_back({part, std::move(of_rows)});
   else add(part, num_rows_, std::move(of_rows));
@@ -410,22 +412,22 @@ void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next) 
 }
 
 void ForwardPass::prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next) {
-  add_rows(&PartSeconds::others, [this, &weights, from, stride, &next](int rank, std::int64_t r) {
-    float* y = scratch_ + rank * scratch_stride_;
+  float* const normed = reinterpret_cast<float*>(normed_.data());
+  add_rows(&PartSeconds::others, [this, &weights, from, stride, &next, normed](int rank, std::int64_t r) {
+    float* y = has_adapters_ ? normed + r * scratch_stride_ : scratch_ + rank * scratch_stride_;
     norm(weights, from + r * stride, next.in, y);
     prepare_row(y, next, rank, r);
-  });
+  }, [this, normed, &next](Range rows) { project(normed, scratch_stride_, next, rows); });
 }
 
 void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next) {
   add_rows(&PartSeconds::others, [this, from, stride, &next](int rank, std::int64_t r) {
     prepare_row(from + r * stride, next, rank, r);
-  });
+  }, [this, from, stride, &next](Range rows) { project(from, stride, next, rows); });
 }
 
 // Integers of 8 bits keep the row's scale, so that they are rounded once. Other types take the rounded values.
 void ForwardPass::prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row) {
-  if (has_adapters_) project(x, next, row);
   float largest = 0;
   if (model_.shape.rounded_inputs) {
     largest = kLeastRounded;

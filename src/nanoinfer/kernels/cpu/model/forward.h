@@ -212,7 +212,8 @@ class ForwardPass {
   void store(std::int64_t layer);
   void attend(std::int64_t layer);
   void finish();
-  void add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body);
+  void add_rows(double PartSeconds::*part, std::function<void(int rank, std::int64_t row)> body,
+                std::function<void(Range rows)> then = nullptr);
   void add_products(double PartSeconds::*part, std::int64_t panels, std::function<void(Range rows, Range panels)> body);
   void add_blocks();
   void add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most = INT64_MAX);
@@ -226,7 +227,10 @@ class ForwardPass {
   void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
-  void project(const float* x, const Matrix& next, std::int64_t row);
+  template <class F>
+  void with_updates(Range rows, const Adapters::List* (Adapters::*of)(std::int64_t, const Matrix&) const, const Matrix& w,
+                    F&& f) const;
+  void project(const float* x, std::int64_t stride, const Matrix& next, Range rows);
   const float* added(const Matrix& w, std::int64_t first, std::int64_t stride, Range rows, Range panels);
   void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const;
@@ -263,6 +267,7 @@ class ForwardPass {
   Adapters adapters_;
   bool has_adapters_ = false;                         // whether a row of the step has one
   Buffer added_;                                      // of `added`
+  Buffer normed_;                                     // (max_rows_, scratch_stride_): rows to project
   std::vector<float> projected_;                      // (max_rows_, stride)
   std::int64_t projected_stride_ = 0;
   PartSeconds seconds_;

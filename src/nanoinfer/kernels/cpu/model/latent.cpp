@@ -90,7 +90,7 @@ void ForwardPass::latent_values(const LayerWeights& w) {
       to = std::copy(value, value + s.latent_value, to);
     }
     prepare_row(y, w.c_proj, rank, r);
-  });
+  }, [this, &w](Range rows) { project(attended_, attended_stride_, w.c_proj, rows); });
 }
 
 // Multiply the matrices of all heads, `width` outputs each, by their inputs: those of head h are at from + h * distance.
