@@ -22,12 +22,11 @@ from nanoinfer.engine_config import LLMConfig as LLMConfig
 from nanoinfer.engine_config import SchedulerConfig as SchedulerConfig
 from nanoinfer.engine_config import SpeculationConfig as SpeculationConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.recurrence import Recurrence
 from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
 
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 SCORINGS = ("softmax", "sigmoid")
-MAX_EXPERTS = 4096
-"""Each expert of a config is described, before the weights are compared with their number."""
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2", "clamped_silu")
 BIASES = ("norm", "qkv", "proj", "mlp")
 """Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
@@ -39,8 +38,8 @@ CHOICES = {
     "qk_norm": ("none", "head", "heads", "whole"),
 }
 """Fields of ModelConfig that are one of several names."""
-MAX_LAYERS = 10_000
-"""Each layer of a config is described, before the weights are compared with their number."""
+MAX_LAYERS, MAX_EXPERTS = 10_000, 4096
+"""Each layer and expert of a config is described, before the weights are compared with their number."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +235,8 @@ class LayerKind:
     """Whether each head of values has a norm, without weight and bias."""
     scaled: bool = False
     """Whether the block's output is multiplied by a number, which is a parameter."""
+    recurrent: bool = False
+    """Whether the layer has a state (`ModelConfig.recurrence`) in place of attention."""
 
     @property
     def num_projections(self) -> int:
@@ -255,6 +256,8 @@ class LayerKind:
             return "layers of different sizes"
         if self.kv_layer is not None:
             return "layers that attend to the keys and values of others"
+        if self.recurrent:
+            return "recurrent layers"
         names = {name for name in ("keys_as_values", "value_norm", "scaled") if getattr(self, name)}
         return f"layers with {', '.join(sorted(names))}" if names else None
 
@@ -264,8 +267,10 @@ class LayerKind:
             require_int("window", self.window, 1, 2**31 - 1)
         for name, size in self.sizes.items():
             require_int(name, size, 1, 2**31 - 1)
-        for name in ("keys_as_values", "value_norm", "scaled"):
+        for name in ("keys_as_values", "value_norm", "scaled", "recurrent"):
             require_bool(name, getattr(self, name))
+        if self.recurrent and self != LayerKind(n_inner=self.n_inner, experts=self.experts, recurrent=True):
+            raise NanoinferError("a recurrent layer has no window, no positions, no keys and no values: leave them out")
         if self.rotary is not None and self.rotary.dim > head_dim:
             raise NanoinferError(f"rotary dim={self.rotary.dim} is more than head_dim={head_dim}")
         if self.rotary is not None and self.rotary.query_growth and self.rotary.dim < head_dim:
@@ -377,6 +382,10 @@ class ModelConfig:
     """Width of the embedding that each token has for each layer; 0: there is none."""
     latent: Latent | None = None
     """Latent attention, in all layers. head_size is then `Latent.head_dim`, and num_kv_heads is 1."""
+    recurrence: Recurrence | None = None
+    """The state of the recurrent layers."""
+    attention_gate: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a projection of the layer's input."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -438,6 +447,8 @@ class ModelConfig:
         for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
             kind.check(rotary_dim or self.at(i).head_dim)
         check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
+        if (self.recurrence is not None) != any(kind.recurrent for kind in self.layers):
+            raise NanoinferError("recurrent layers need a description of their state, and no others do: set recurrence")
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
@@ -459,7 +470,8 @@ class ModelConfig:
         """Return how much of a head may be rotated."""
         if (self.head_dim, self.n_kv_head, self.norm) != (latent.head_dim, 1, "rms"):
             raise NanoinferError(f"latent attention needs head_size={latent.head_dim}, num_kv_heads=1 and norm=rms")
-        refused = [f"{name}=True" for name in ("sinks", "sub_norms", "rounded_inputs") if getattr(self, name)]
+        flags = ("sinks", "sub_norms", "rounded_inputs", "attention_gate")
+        refused = [f"{name}=True" for name in flags if getattr(self, name)]
         refused += [f"qk_norm={self.qk_norm}"] if self.qk_norm != "none" else []
         refused += [kind.differing for kind in self.layers if kind.differing is not None]
         refused += ["query_growth" for kind in self.layers if kind.rotary is not None and kind.rotary.query_growth]
@@ -519,14 +531,28 @@ class ModelConfig:
         return "per-layer embeddings" if self.per_layer_dim else "experts beside an MLP" if beside else layer
 
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
-        """Return the widths of what a layer projects to: queries, keys and values, without those that it lacks.
+        """Return the widths of what a layer projects to: queries, keys, values and gate, without those that it lacks.
 
         Of latent attention: queries or 0, their latent or 0, and what the keys of all heads are made of.
         """
         if (latent := self.latent) is not None:
             return 0 if latent.query_rank else self.n_head * latent.query_dim, latent.query_rank, latent.head_dim
+        if self.layer(layer).recurrent:
+            assert self.recurrence is not None
+            return self.recurrence.widths
         at = self.at(layer)
-        return (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
+        widths = (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
+        return (*widths, at.attn_dim) if self.attention_gate else widths
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have keys and values of their own."""
+        return [i for i in range(self.n_layer) if self.kv_layer(i) == i and not self.layer(i).recurrent]
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        """The layers that have a state."""
+        return [i for i, kind in enumerate(self.layers) if kind.recurrent]
 
     @property
     def windows(self) -> set[int | None]:
@@ -551,7 +577,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * bytes_per_value * sum(self.at(i).kv_dim for i in range(self.n_layer) if self.kv_layer(i) == i)
+        return 2 * bytes_per_value * sum(self.at(i).kv_dim for i in self.kv_layers)
 
 
 _GPT2_FIELDS = (
@@ -560,7 +586,7 @@ _GPT2_FIELDS = (
 )  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias",
-    "sinks", "sub_norms", "rounded_inputs",
+    "sinks", "sub_norms", "rounded_inputs", "attention_gate",
 )  # fmt: skip
 _FACTORS = (
     "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",

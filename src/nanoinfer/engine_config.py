@@ -82,6 +82,8 @@ class EngineLimits:
     """Maximum number of tokens in all open sequences together; of a pool, the places in all blocks."""
     max_idle_seqs: int = 0
     """Maximum number of idle sequences that stay open beside the running ones; 0 where each reserves memory."""
+    num_states: int = 0
+    """Number of states of recurrent layers that open sequences and kept prefixes share (kv/states.py)."""
 
 
 @dataclass(frozen=True)

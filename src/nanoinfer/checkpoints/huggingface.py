@@ -215,7 +215,7 @@ WITH_IMAGES = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "llava": "llama", "llava_next": "llama",
     "llava_onevision": "qwen2", "vipllava": "llama", "internvl": "qwen2", "idefics3": "llama", "smolvlm": "llama",
-    "qwen2_audio": "qwen2",
+    "qwen2_audio": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2",
 }  # fmt: skip
 """Models of texts and images or sounds whose text model is read -> its model_type where the config has none."""
 _SIZES = dict(zip(

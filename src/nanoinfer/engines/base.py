@@ -124,6 +124,13 @@ class Engine(Protocol):
     def truncate(self, handle: Handle, length: int) -> None:
         """Remove the tokens from position `length` on, 0 <= length <= self.length(handle)."""
 
+    def cut(self, handle: Handle, length: int) -> int:
+        """Return the greatest length, at most `length`, to which truncating a sequence computes no token again.
+
+        It is `length` itself but for recurrent layers, whose states are kept at some positions: if such a sequence is
+        truncated elsewhere, its next step computes the tokens in between again.
+        """
+
     def fork(self, handle: Handle) -> Handle:
         """Return a new sequence with the same tokens and adapter. Raises NanoinferError as `open`."""
 

@@ -59,7 +59,7 @@ class DynamicEngine(TorchEngine):
     def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
         self._kv: dict[Handle, list[LayerKV]] = {}
-        layers = [self.config.at(i) for i in range(self.config.n_layer)]
+        layers = [self.config.at(i) for i in range(self.config.n_layer)]  # a recurrent layer leaves its pair empty
         shapes = [(layer.n_kv_head, 0, layer.head_dim) for layer in layers]
         self._empty = [(torch.empty(s, device=self.device, dtype=self.dtype),) * 2 for s in shapes]
 

@@ -99,12 +99,8 @@ class NativeEngine(Sequences):
         """Instruction set of the kernels."""
         return str(self._decoder.isa)
 
-    def extend(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Append new tokens to open sequences and return logits, (sum(num_logits), V).
-
-        The logits are a view of a buffer. They are valid until the next call.
-        """
-        self._check(batch)
+    def _extend(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Return a view of a buffer, which is valid until the next call."""
         num_hidden = sum(batch.num_logits)
         count = 0 if batch.hidden_only else num_hidden
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
@@ -156,7 +152,7 @@ class NativeEngine(Sequences):
 
     def blocks_needed(self, handle: Handle, num_new: int) -> int:
         """Return how many blocks extending a sequence by `num_new` tokens takes from the pool."""
-        self.length(handle)
+        num_new = self.num_to_process(handle, num_new)
         return int(self._decoder.blocks_needed(self._handles[handle], num_new))
 
     def _open(self, handle: Handle) -> None:

@@ -93,12 +93,11 @@ class PagedEngine(TorchEngine):
 
     def blocks_needed(self, handle: Handle, num_new: int) -> int:
         """Return how many blocks extending a sequence by `num_new` tokens takes from the pool."""
-        self.length(handle)
-        return self._pool.blocks_needed(handle, num_new)
+        return self._pool.blocks_needed(handle, self.num_to_process(handle, num_new))
 
     def _check(self, batch: StepBatch) -> None:
         super()._check(batch)
-        self._pool.check(sum(map(self._pool.blocks_needed, batch.handles, batch.num_new)))
+        self._pool.check(sum(map(self.blocks_needed, batch.handles, batch.num_new)))
 
     def _undo(self, batch: StepBatch) -> None:
         for handle in batch.handles:

@@ -22,9 +22,11 @@ from nanoinfer.models.transformer import Transformer
 class RecomputeEngine(TorchEngine):
     """Stores token ids only and recomputes everything else."""
 
+    has_states = False
+
     def __init__(self, model: Transformer, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
-        self._tokens: dict[Handle, list[int]] = {}
+        self._token_ids: dict[Handle, list[int]] = {}
 
     def _rows(self, batch: StepBatch) -> tuple[list[int], list[int]]:
         num_seqs = len(batch.handles)  # a row of the padded batch for each
@@ -33,7 +35,8 @@ class RecomputeEngine(TorchEngine):
     def _run(self, batch: StepBatch) -> Tensor:
         new = iter(batch.token_ids)
         rows = [
-            self._tokens[h] + [next(new) for _ in range(n)] for h, n in zip(batch.handles, batch.num_new, strict=True)
+            self._token_ids[h] + [next(new) for _ in range(n)]
+            for h, n in zip(batch.handles, batch.num_new, strict=True)
         ]
         T = max(map(len, rows))
         idx = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
@@ -43,20 +46,20 @@ class RecomputeEngine(TorchEngine):
             for i, (row, n) in enumerate(zip(rows, batch.num_logits, strict=True))
             for t in range(len(row) - n, len(row))
         ]
-        self._tokens.update(zip(batch.handles, rows, strict=True))
+        self._token_ids.update(zip(batch.handles, rows, strict=True))
         return x.flatten(0, 1)[wanted]
 
     def _open(self, handle: Handle) -> None:
-        self._tokens[handle] = []
+        self._token_ids[handle] = []
 
     def _truncate(self, handle: Handle, length: int) -> None:
-        del self._tokens[handle][length:]
+        del self._token_ids[handle][length:]
 
     def _fork(self, parent: Handle, child: Handle) -> None:
-        self._tokens[child] = self._tokens[parent].copy()
+        self._token_ids[child] = self._token_ids[parent].copy()
 
     def _close(self, handle: Handle) -> None:
-        del self._tokens[handle]
+        del self._token_ids[handle]
 
     def _reset(self) -> None:
-        self._tokens.clear()
+        self._token_ids.clear()

@@ -1,19 +1,31 @@
-"""The base class of all engines: handles, lengths, and the validation of batches. It does not import PyTorch."""
+"""The base class of all engines: handles, lengths, and the validation of batches. It does not import PyTorch.
+
+Sequences of recurrent layers can be cut at some positions only (kv/states.py). `truncate` cuts at the last of them, and
+the tokens from there on are processed again before the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import KV_BLOCK
+from nanoinfer.kv.states import StatePool
 from nanoinfer.utils import processes
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.adapters import Adapter
 
 DEFAULTS = EngineConfig()
+MIN_KEPT = 64
+"""New tokens of a sequence after which its state is kept."""
+MIN_SPLIT = 256
+"""New tokens of a sequence from which on they are split, so that a state of a prefix is kept. It costs a step."""
 
 
 class Sequences:
@@ -23,11 +35,15 @@ class Sequences:
     """Whether a forked child process can use the parent's engine; False for engines on a GPU."""
     can_overlap = False
     model: Any = None
+    has_states = True
+    """Whether the engine stores the states of recurrent layers, and does not compute them in each step."""
 
     def __init__(self, config: ModelConfig, limits: EngineLimits, options: EngineConfig = DEFAULTS) -> None:
         self.config = config
         self.limits = limits
         self._max_loras = options.max_loras if options.enable_lora else 0
+        self.states = StatePool(limits.num_states) if config.recurrence and self.has_states else None
+        self._tokens: dict[Handle, list[int]] = {}  # of sequences with states
         self._lengths: dict[Handle, int] = {}
         self._adapters: set[int] = set()
         self._adapter_of: dict[Handle, int] = {}  # 0: none
@@ -48,14 +64,78 @@ class Sequences:
         handle = Handle(self._next_handle)
         self._adapter_of[handle] = adapter
         self._open(handle)
+        if self.states is not None:
+            self.states.open(handle)
+            self._tokens[handle] = []
         self._next_handle += 1
         self._lengths[handle] = 0
         return handle
 
+    def extend(self, batch: StepBatch) -> Any:
+        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+        self._check(batch)
+        if self.states is None:
+            return self._extend(batch)
+        with self._stepping(batch) as rest:
+            return self._extend(rest)
+
+    @contextmanager
+    def _stepping(self, batch: StepBatch) -> Iterator[StepBatch]:
+        """Yield the batch of a step. Of sequences with states, some tokens are processed before."""
+        states = self.states
+        if states is None:
+            yield batch
+            return
+        first, rest = self._split(batch)
+        try:
+            for part in (first, rest):
+                if part is first and part.handles:
+                    self._extend(part)
+                elif part is rest:
+                    yield part
+                for handle, num_new in zip(part.handles, part.num_new, strict=True):
+                    if num_new >= MIN_KEPT:
+                        states.keep(handle)
+        except BaseException:  # what the states are is unknown: they are computed again
+            for handle in batch.handles:
+                self._cut(handle, 0)
+            raise
+        for handle, token_ids in _by_sequence(batch):
+            self._tokens[handle] += token_ids
+
+    def _split(self, batch: StepBatch) -> tuple[StepBatch, StepBatch]:
+        """Return what is processed before a step, and the step: tokens after a cut, and prompts up to a border."""
+        first, rest = StepBatch(hidden_only=True), StepBatch(hidden_only=batch.hidden_only)
+        for (handle, token_ids), num_logits in zip(_by_sequence(batch), batch.num_logits, strict=True):
+            again = self._tokens[handle][self._lengths[handle] :]
+            if PENDING in again:
+                raise NanoinferError(f"sequence {handle}: a token that was sampled on the device cannot be read again")
+            split = _border(token_ids, self.config.eos_token_ids)
+            if num_logits > len(token_ids) - split:
+                split = 0
+            if again or split:
+                first.add(handle, again + token_ids[:split], 0)
+            rest.add(handle, token_ids[split:], num_logits)
+        return first, rest
+
+    def cut(self, handle: Handle, length: int) -> int:
+        """Return the greatest length, at most `length`, to which truncating a sequence computes no token again."""
+        if self.states is None:
+            return length
+        return self.states.cut(handle, min(length, self._lengths[handle]))
+
+    def _cut(self, handle: Handle, length: int) -> None:
+        """Remove the tokens from position `length` on."""
+        if self.states is not None:
+            length = self.cut(handle, length)
+            self.states.truncate(handle, length)
+        self._truncate(handle, length)
+        self._lengths[handle] = length
+
     def length(self, handle: Handle) -> int:
         """Return the number of tokens in a sequence."""
         try:
-            return self._lengths[handle]
+            return self._lengths[handle] if self.states is None else len(self._tokens[handle])
         except (KeyError, TypeError):
             raise NanoinferError(f"handle {handle!r} is not an open sequence") from None
 
@@ -64,21 +144,28 @@ class Sequences:
         have = self.length(handle)
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= have:
             raise NanoinferError(f"truncate to {length!r}: sequence {handle} has {have} tokens")
-        self._truncate(handle, length)
-        self._lengths[handle] = length
+        self._cut(handle, min(length, self._lengths[handle]))
+        if self.states is not None:
+            del self._tokens[handle][length:]
 
     def fork(self, handle: Handle) -> Handle:
         """Return a new sequence with the same tokens."""
-        length = self.length(handle)
+        self.length(handle)
         child = self.open(self._adapter_of[handle])
         self._fork(handle, child)
-        self._lengths[child] = length
+        self._lengths[child] = self._lengths[handle]
+        if self.states is not None:
+            self.states.fork(handle, child)
+            self._tokens[child] = self._tokens[handle].copy()
         return child
 
     def close(self, handle: Handle) -> None:
         """Free a sequence."""
         self.length(handle)
         self._close(handle)
+        if self.states is not None:
+            self.states.close(handle)
+            del self._tokens[handle]
         del self._lengths[handle], self._adapter_of[handle]
 
     @property
@@ -93,8 +180,11 @@ class Sequences:
 
     def blocks_needed(self, handle: Handle, num_new: int) -> int:
         """Return how many free blocks extending a sequence by `num_new` tokens takes."""
-        self.length(handle)
-        return num_new
+        return self.num_to_process(handle, num_new)
+
+    def num_to_process(self, handle: Handle, num_new: int) -> int:
+        """Return how many tokens extending a sequence by `num_new` processes: those after a cut are among them."""
+        return num_new + self.length(handle) - self._lengths[handle]
 
     def part_seconds(self) -> Mapping[str, float]:
         """Return an empty mapping: this engine does not measure its parts."""
@@ -105,6 +195,9 @@ class Sequences:
         self._reset()
         self._lengths.clear()
         self._adapter_of.clear()
+        self._tokens.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def load_adapter(self, adapter: Adapter) -> int:
         """Return the number of an adapter for `open`, from 1 on."""
@@ -166,6 +259,10 @@ class Sequences:
 
     # Defined by derived engines -------------------------------------------------------------------------------
 
+    def _extend(self, batch: StepBatch) -> Any:
+        """`extend` for a batch that was checked."""
+        raise NotImplementedError
+
     def _load_adapter(self, number: int, adapter: Adapter) -> None:
         raise NotImplementedError
 
@@ -186,3 +283,21 @@ class Sequences:
 
     def _reset(self) -> None:
         raise NotImplementedError
+
+
+def _by_sequence(batch: StepBatch) -> Iterator[tuple[Handle, list[int]]]:
+    """Yield the new tokens of each sequence."""
+    for handle, count, end in zip(batch.handles, batch.num_new, accumulate(batch.num_new), strict=True):
+        yield handle, batch.token_ids[end - count : end]
+
+
+def _border(token_ids: list[int], ends: tuple[int, ...]) -> int:
+    """Return after how many new tokens a state is to be kept, less than their number; 0: after none.
+
+    It is where the next request of a conversation probably differs: after the last end of a message, or else at the
+    last border of a block.
+    """
+    if len(token_ids) < MIN_SPLIT:
+        return 0
+    ended = (i for i in range(len(token_ids) - 1, 0, -1) if token_ids[i - 1] in ends)
+    return next(ended, (len(token_ids) - 1) // KV_BLOCK * KV_BLOCK)

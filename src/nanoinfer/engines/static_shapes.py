@@ -5,6 +5,7 @@ compiled or captured once and reused. Here, all values that change from step to 
 (`StepInputs`), and their shapes are rounded up to a small number of buckets (buckets.py):
 
     given (R, n)   token ids; PENDING for the token that the previous step sampled for the row
+    state_row, num_pending (R,)  row of the states of recurrent layers, and the inputs to apply to it (kv/states.py)
     start (R,)     length of the row's sequence; the step adds count to it.   pos = start + 0..n-1
     count (R,)     number of new tokens of the row; the others are padding.   pos of padding = block_size, never read
     slots (R,)     slot of the row's sequence in the KV cache
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -42,6 +44,7 @@ from nanoinfer.models.adapters import StepAdapters, adapt
 from nanoinfer.models.attention import AttentionSpec, Masking, attention_backends, scaled_attention
 from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import Rotation
+from nanoinfer.models.recurrent import Recurrent
 from nanoinfer.models.transformer import Block, LayerAttend, Transformer
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
@@ -64,6 +67,8 @@ class StepTensors:
     """Upper bound of the positions, padding excluded."""
     dense: bool
     """Row i is slot i."""
+    inputs: StepInputs
+    """The tensors of the step."""
 
 
 class StepOutput(NamedTuple):
@@ -114,9 +119,7 @@ class StaticShapeEngine(ModelEngine):
     # The step --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def extend(self, batch: StepBatch) -> Tensor:
-        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
-        self._check(batch)
+    def _extend(self, batch: StepBatch) -> Tensor:
         firsts = [0, *accumulate(batch.num_logits)]
         hidden: list[Tensor] = []
         logits: list[Tensor] = []
@@ -150,6 +153,10 @@ class StaticShapeEngine(ModelEngine):
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
         """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
         self._check_step(batch, sampler_slots)
+        with self._stepping(batch) as rest:
+            return self._step(rest, sample, sampler_slots)
+
+    def _step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
         sampling = [i for i, n in enumerate(batch.num_logits) if n]
         index = {i: at for at, i in enumerate(sampling)}  # in the step's tokens
         slot_of = dict(zip(sampling, sampler_slots, strict=True))
@@ -169,6 +176,9 @@ class StaticShapeEngine(ModelEngine):
             self._slot_adapters[target] = self._slot_adapters[source]
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
+        if self.states is not None:
+            copies, self._state_steps = self.states.step(batch.handles, batch.num_new)
+            self._state_tensors.copy(copies)
         return buckets.plan(slots, starts, batch.num_new, self._bucket_limits)
 
     def _run(
@@ -198,11 +208,13 @@ class StaticShapeEngine(ModelEngine):
     def _rows(self, part: SubBatch, batch: StepBatch, sampler_slots: Mapping[int, int]) -> list[list[int]]:
         """Return the input table of one sub-batch; rows of padding have count 0."""
         n, ends = part.bucket.tokens, list(accumulate(batch.num_new))
-        rows = [[PENDING] * n + [0, 0, r if part.bucket.dense else 0, 0, 0] for r in range(part.bucket.rows)]
+        nothing = [self.limits.num_states + 1, 0]  # of the states; padding writes the last row
+        rows = [[PENDING] * n + nothing + [0, 0, r if part.bucket.dense else 0, 0, 0] for r in range(part.bucket.rows)]
         for i, r in zip(part.members, part.rows, strict=True):
             handle, new = batch.handles[i], batch.num_new[i]
             rows[r][:new] = batch.token_ids[ends[i] - new : ends[i]]
             rows[r][n:] = (
+                *(nothing if self.states is None else self._state_steps[i]),
                 self._lengths[handle],
                 new,
                 self._cache.slot(handle),
@@ -229,7 +241,7 @@ class StaticShapeEngine(ModelEngine):
         # masked_fill, not where: `where` copies a Python number to the device and waits for the copy
         pos = (inputs.start[:, None] + i).masked_fill(i >= inputs.count[:, None], self.limits.block_size)  # (R, n)
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
-        return StepTensors(idx, pos, inputs.slots, shape.context, shape.dense)
+        return StepTensors(idx, pos, inputs.slots, shape.context, shape.dense, inputs)
 
     def _epilogue(self, inputs: StepInputs, shape: Bucket, hidden: Tensor, sample: SampleSlots | None) -> StepOutput:
         """Sample the next tokens or compute the logits of final hidden states, (R, n, C), and advance the positions."""
@@ -250,10 +262,17 @@ class StaticShapeEngine(ModelEngine):
         masks = {window: self._mask(step, window) for window in self.config.windows}
 
         def run_block(layer: int, block: Block, x: Tensor, rotation: Rotation | None) -> Tensor:
+            if isinstance(block.attn, Recurrent):
+                return block(x, partial(self._recur, step.inputs, layer, block.attn))  # type: ignore[no-any-return]
             mask = masks[self.config.layer(layer).window]
             return self._block(block, x, rotation, self._cache.k[layer], self._cache.v[layer], step, mask)
 
         return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
+
+    def _recur(self, inputs: StepInputs, layer: int, cell: Recurrent, x: Tensor) -> Tensor:
+        """Return the outputs of a recurrent layer, (R, n, H Dv), for inputs (R, n, W)."""
+        rows, num_pending = inputs.state_row, inputs.num_pending
+        return self._state_tensors.step(layer, cell, rows, num_pending, x, inputs.count)
 
     def _mask(self, step: StepTensors, window: int | None) -> Tensor:
         """Return what is added to the scores of all heads of the layers with this window, (R, 1, n, context)."""

@@ -17,8 +17,9 @@ from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
+from nanoinfer.engines.states import StateTensors, WithStates
 from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
-from nanoinfer.models.attention import LayerCache, attention_backends
+from nanoinfer.models.attention import KeyValues, attention_backends
 from nanoinfer.models.transformer import Transformer
 
 
@@ -40,6 +41,8 @@ class ModelEngine(Sequences):
         self.dtype = model.lm_head.weight.dtype
         self.survives_fork = self.device.type == "cpu"
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
+        if self.states is not None:
+            self._state_tensors = StateTensors(self.config, limits.num_states, self.device)
         lay_out(model)
         self._step_adapters = self._adapt(config) if config.enable_lora else StepAdapters()
 
@@ -75,9 +78,7 @@ class TorchEngine(ModelEngine):
     # The step --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def extend(self, batch: StepBatch) -> Tensor:
-        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
-        self._check(batch)
+    def _extend(self, batch: StepBatch) -> Tensor:
         if not batch.handles:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
@@ -111,7 +112,12 @@ class TorchEngine(ModelEngine):
             [p for s, n in zip(starts, batch.num_new, strict=True) for p in range(s, s + n)],
             device=self.device,
         )
-        hidden = self.model.hidden(idx, pos, self._begin(batch, starts))  # (N, C)
+        cache = self._begin(batch, starts)
+        if self.states is not None:
+            copies, steps = self.states.step(batch.handles, batch.num_new)
+            self._state_tensors.copy(copies)
+            cache = WithStates(cache, self._state_tensors, steps, batch.num_new)
+        hidden = self.model.hidden(idx, pos, cache)  # (N, C)
         if batch.num_logits == batch.num_new:
             return hidden
         ends = accumulate(batch.num_new)
@@ -123,7 +129,7 @@ class TorchEngine(ModelEngine):
     def _undo(self, batch: StepBatch) -> None:
         """Restore the cache after a step that an exception interrupted."""
 
-    def _begin(self, batch: StepBatch, starts: list[int]) -> LayerCache:
+    def _begin(self, batch: StepBatch, starts: list[int]) -> KeyValues:
         """Return the cache as one step sees it: keys and values are (N, K, D), queries (N, H, D)."""
         raise NotImplementedError
 

@@ -14,16 +14,18 @@ class StepInputs:
     """The input tensors of steps of (R, n) tokens (static_shapes.py): columns of one table, uploaded in one copy."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
-        self._table = torch.zeros(rows, tokens + 5, dtype=torch.int64, device=device)
+        columns = tokens + 7
+        self._table = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         # Contents of the table, without the tokens of padding; None: unknown.
-        self._have: list[list[int]] | None = [[0] * (tokens + 5) for _ in range(rows)]
+        self._have: list[list[int]] | None = [[0] * columns for _ in range(rows)]
         self._num_advanced = 0
         """Steps since the host's copy was up to date."""
         self.given = self._table[:, :tokens]
-        self.start, self.count, self.slots, self.wanted, self.sampler_slots = self._table[:, tokens:].unbind(1)
+        self.state_row, self.num_pending = self._table[:, tokens : tokens + 2].unbind(1)
+        self.start, self.count, self.slots, self.wanted, self.sampler_slots = self._table[:, tokens + 2 :].unbind(1)
 
     def put(self, want: list[list[int]]) -> None:
-        """Upload `want` if the table differs from it: given, start, count, slot, wanted, sampler_slot of each row."""
+        """Upload `want`, the columns of each row in the order of static_shapes.py, if the table differs from it."""
         if self._num_advanced:
             for row in self._have or ():
                 row[-5] += row[-4] * self._num_advanced

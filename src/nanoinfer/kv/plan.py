@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.states import MAX_PENDING
 
 DEFAULT_MAX_NUM_SEQS = 64
 KV_BLOCK = 16
 """Tokens in a block (kBlock in kernels/cpu/kernels/kernels.h)."""
 MAX_IDLE_SEQS = 1024
 """Idle sequences that may stay open beside the running ones in layouts where an open sequence costs only its tokens."""
+_MIN_KEPT = 4
+"""States beside those of the running sequences, of idle sequences and of prefixes."""
 SLOTS = ("slots", "padded slots")
 BLOCKS = ("blocks", "padded blocks")
 LAYOUTS = ("none", "tokens", *SLOTS, *BLOCKS)
@@ -47,12 +52,44 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     if layout == "none":
         return EngineLimits(max_num_seqs, model.block_size, max_num_seqs * model.block_size, MAX_IDLE_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
+    if model.recurrence is not None:
+        return _plan_states(model, config, layout, dtype, budget)
+    return _plan_kv(model, config, layout, dtype, budget)
+
+
+def _plan_states(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, budget: int) -> EngineLimits:
+    """Return the limits of an engine with states: at most half of the budget is theirs, the rest keys and values."""
+    per_row, most = state_bytes(model), config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    num_rows = budget // 2 // per_row
+    num_seqs = config.max_num_seqs or max(1, min(most, num_rows // 2))
+    num_kept = max(_MIN_KEPT, min(MAX_IDLE_SEQS, num_rows - num_seqs))
+    rest = budget - (num_seqs + num_kept) * per_row
+    if config.kv_cache_memory is not None and rest <= 0:
+        raise NanoinferError(
+            f"kv_cache_memory={budget:,} bytes is too little for {num_seqs} sequences, whose states alone have"
+            f" {(num_seqs + num_kept) * per_row:,} bytes: raise it, or lower max_num_seqs"
+        )
+    limits = _plan_kv(model, replace(config, max_num_seqs=num_seqs), layout, dtype, max(0, rest))
+    num_idle = 0 if layout in SLOTS else num_kept // 2  # the others are for prefixes
+    return replace(limits, max_idle_seqs=num_idle, num_states=num_seqs + num_kept)
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a row of states (kv/states.py), which are float32."""
+    shape = model.recurrence
+    assert shape is not None
+    return 4 * len(model.recurrent_layers) * (shape.num_state + MAX_PENDING * shape.num_inputs)
+
+
+def _plan_kv(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, budget: int) -> EngineLimits:
+    """Return the limits of an engine whose keys and values may take `budget` bytes; see `plan_limits`."""
+    max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if layout in BLOCKS:
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
         padded = layout == "padded blocks"
         per_block = kv_block_bytes(model, cache_dtype) if padded else KV_BLOCK * model.kv_bytes_per_token(BYTES[dtype])
-        return _plan_blocks(model, config, per_block, budget)
-    per_token = model.kv_bytes_per_token(BYTES[dtype])
+        return _plan_blocks(model, config, max(1, per_block), budget)
+    per_token = max(1, model.kv_bytes_per_token(BYTES[dtype]))
     full = per_token * slot_tokens(layout, model.block_size)
     fitting = budget // full  # full-length sequences
     needed = config.max_num_seqs or 1 if layout in SLOTS else 1
@@ -94,7 +131,7 @@ def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
         part = (numbers * size + (8 if cache_dtype == "int8" else 0)) * KV_BLOCK  # int8: two float32 scales a position
         return -(-part // 64) * 64
 
-    layers = (model.at(i) for i in range(model.n_layer) if model.kv_layer(i) == i)
+    layers = (model.at(i) for i in model.kv_layers)
     return sum(layer.n_kv_head * of_head(layer.head_dim) for layer in layers)
 
 

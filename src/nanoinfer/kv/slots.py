@@ -40,9 +40,8 @@ class LayerTensors:
         device: torch.device,
     ) -> None:
         of: dict[tuple[int, int], list[int]] = {}
-        for i in range(config.n_layer):
-            if config.kv_layer(i) == i:
-                of.setdefault((config.at(i).n_kv_head, config.at(i).head_dim), []).append(i)
+        for i in config.kv_layers:
+            of.setdefault((config.at(i).n_kv_head, config.at(i).head_dim), []).append(i)
         self.whole = [
             torch.zeros(len(layers), *shape_of(*heads), dtype=dtype, device=device) for heads, layers in of.items()
         ]
@@ -50,7 +49,7 @@ class LayerTensors:
         own: dict[int, Tensor] = dict(
             zip((i for layers in of.values() for i in layers), (x for t in self.whole for x in t), strict=True)
         )
-        self._layers = [own[config.kv_layer(i)] for i in range(config.n_layer)]
+        self._layers = {i: own[at] for i in range(config.n_layer) if (at := config.kv_layer(i)) in own}
 
     def __getitem__(self, layer: int) -> Tensor:
         return self._layers[layer]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanoinfer.models.recurrent import Recurrent
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's attention kernels that the engines use on a GPU: all but cuDNN's.
@@ -45,7 +48,7 @@ class AttentionSpec:
     """(H), a score of each head that has no value: the weights of a query then add up to less than 1."""
 
 
-class LayerCache(Protocol):
+class KeyValues(Protocol):
     """Where the layers of a step store keys and values, and how queries read them."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -53,6 +56,13 @@ class LayerCache(Protocol):
 
     def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
         """Return the attention of queries, (..., H, D), to what is stored. Same shape."""
+
+
+class LayerCache(KeyValues, Protocol):
+    """Keys and values, and the states of recurrent layers."""
+
+    def recur(self, layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
+        """Return the outputs of a recurrent layer for inputs of the new tokens, (..., W) float32 -> (..., H Dv)."""
 
 
 class Masking(NamedTuple):
@@ -140,3 +150,7 @@ class WholePrefix:
         q, k, v = (x.transpose(1, 2) for x in (q, *self._kv[spec.source]))  # (B, heads, T, D)
         T = q.shape[2]
         return scaled_attention(spec, q, k, v, masking(T, T, spec.window, q.device)).transpose(1, 2)
+
+    def recur(self, layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
+        """Return the outputs for inputs, (B, T, W): states begin with zeros."""
+        return cell.scan(inputs.new_zeros(len(inputs), cell.shape.num_state), inputs)[0]

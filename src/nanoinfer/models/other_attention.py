@@ -2,7 +2,7 @@
 
 In some models, the keys and values of a layer are those of an earlier layer, which saves their memory and the products
 (cross-layer attention, Brandon et al. 2024; Gemma 3n and 4). In others, values are the keys before their norm and
-rotation, or have a norm (Gemma 4). `LayerKind` has the layers that do.
+rotation, or have a norm (Gemma 4). `LayerKind` has the layers that do. Others have a gate (Qwen3.5).
 
 Whoever reads GPT-2 can leave this file out: transformer.py selects it by one line.
 """
@@ -25,7 +25,7 @@ def other_attention(config: ModelConfig, kind: LayerKind) -> LatentAttention | S
     """Return what a layer has in place of GPT-2's kind of attention, or None if it has that."""
     if config.latent is not None:
         return LatentAttention(config)
-    if kind.num_projections < 3 or kind.value_norm:
+    if kind.num_projections < 3 or kind.value_norm or config.attention_gate:
         return SharedAttention(config, kind)
     return None
 
@@ -46,6 +46,9 @@ class SharedAttention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.widths = [config.attn_dim, config.kv_dim, config.kv_dim][: kind.num_projections]
+        self.gated = config.attention_gate
+        if self.gated:
+            self.widths.append(config.attn_dim)
         self.c_attn = nn.Linear(config.n_embd, sum(self.widths), bias="qkv" in config.biases)
         self.c_proj = nn.Linear(config.attn_dim, config.n_embd, bias="proj" in config.biases)
         self.qk_norm = config.qk_norm
@@ -59,14 +62,22 @@ class SharedAttention(nn.Module):
     def forward(self, x: Tensor, attend: Callable[..., Tensor], rotation: Rotation | None = None) -> Tensor:
         """Return the attention output of x, (..., C), same shape."""
         q, *projected = self.c_attn(x).split(self.widths, dim=-1)
+        gate = torch.sigmoid(projected.pop()) if self.gated else None
+        y: Tensor = self._attend(q, projected, attend, rotation).flatten(-2)
+        return self.c_proj(self.sub_norm(y if gate is None else y * gate))  # type: ignore[no-any-return]
+
+    def _attend(
+        self, q: Tensor, projected: list[Tensor], attend: Callable[..., Tensor], rotation: Rotation | None
+    ) -> Tensor:
+        """Return the attention, (..., H, D), of queries, and of keys and values if they are the layer's own."""
         q = self._positioned(q, "q_norm", self.n_head, rotation)
         if not projected:
-            return self.c_proj(self.sub_norm(attend(q, None, None).flatten(-2)))  # type: ignore[no-any-return]
+            return attend(q, None, None)
         k = self._positioned(projected[0], "k_norm", self.n_kv_head, rotation)
-        v = projected[-1].unflatten(-1, (self.n_kv_head, self.head_dim))  # (..., K, D)
+        v = projected[-1].view(*projected[-1].shape[:-1], self.n_kv_head, self.head_dim)  # (..., K, D)
         if self.value_eps is not None:
             v = F.rms_norm(v, v.shape[-1:], None, self.value_eps)
-        return self.c_proj(self.sub_norm(attend(q, k, v).flatten(-2)))  # type: ignore[no-any-return]
+        return attend(q, k, v)
 
     def _positioned(self, x: Tensor, norm: str, heads: int, rotation: Rotation | None) -> Tensor:
         """Return queries or keys, (..., heads, D), normalised and rotated."""

@@ -66,6 +66,8 @@ def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
 
 def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a layer's attention, whose names begin with `name`."""
+    if config.layer(layer).recurrent:
+        return _recurrent_shapes(config, name)
     at, widths = config.at(layer), config.qkv_widths(layer)
     parameters: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
     parameters |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
@@ -78,6 +80,23 @@ def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
         elif config.qk_norm != "none":
             parameters |= _norm(config, f"{name}.{part}", at.head_dim if config.qk_norm == "head" else width)
     return parameters | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
+
+
+def _recurrent_shapes(config: ModelConfig, name: str) -> Shapes:
+    """Return the parameters of a recurrent layer, whose names begin with `name`."""
+    state = config.recurrence
+    assert state is not None
+    parameters: Shapes = {f"{name}.conv": (state.num_channels, state.taps)}
+    if state.bias:
+        parameters[f"{name}.conv_bias"] = (state.num_channels,)
+    if state.rule != "conv":
+        parameters |= {f"{name}.{part}": (state.num_heads,) for part in ("a_log", "dt_bias")}
+    if state.rule == "mamba2":
+        parameters[f"{name}.skip_scale"] = (state.num_heads,)
+    if state.rule != "conv":
+        parameters[f"{name}.norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
+    parameters |= _linear(config, f"{name}.c_attn", sum(state.widths), config.n_embd, "qkv")
+    return parameters | _linear(config, f"{name}.c_proj", config.n_embd, state.inner_dim, "proj")
 
 
 def _latent_shapes(config: ModelConfig, latent: Latent, name: str) -> Shapes:

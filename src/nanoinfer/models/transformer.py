@@ -17,12 +17,13 @@ too: the engine advances them, not a layer.
 The architecture is GPT-2 (Radford et al. 2019): learned positions, layer norm before each sub-layer, a final layer
 norm, GELU in the MLP, and an output head that is usually tied to the token embedding. Names follow nanoGPT and the
 Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...). Norms, and what other families have in its
-place, are in layers.py, other_attention.py and experts.py; where a field of the config selects it, one line here does.
+place, are in layers.py, other_attention.py, recurrent.py and experts.py; where a field selects it, one line here does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.attention import AttentionSpec, LayerCache, WholePrefix, soft_cap
+from nanoinfer.models.attention import AttentionSpec, KeyValues, LayerCache, WholePrefix, soft_cap
 from nanoinfer.models.experts import other_mlp
 from nanoinfer.models.layers import (
     ACTIVATIONS,
@@ -45,6 +46,7 @@ from nanoinfer.models.layers import (
     round_inputs,
 )
 from nanoinfer.models.other_attention import other_attention
+from nanoinfer.models.recurrent import Recurrent, recurrent_layer
 from nanoinfer.models.rotary import frequencies
 
 LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -52,7 +54,7 @@ LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 not receive their layer index, so one compiled block serves all layers."""
 
 
-def attend_through(cache: LayerCache, layer: int, spec: AttentionSpec) -> LayerAttend:
+def attend_through(cache: KeyValues, layer: int, spec: AttentionSpec) -> LayerAttend:
     """Return attention of a layer to the keys and values in a cache."""
 
     def attend(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -121,7 +123,7 @@ class Block(nn.Module):
             return make_norm(config) if name in config.block_norms else nn.Identity()
 
         self.ln_1 = norm("ln_1")
-        self.attn = other_attention(config, kind) or Attention(config)
+        self.attn = recurrent_layer(config, kind) or other_attention(config, kind) or Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
         self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
@@ -197,19 +199,24 @@ class Transformer(nn.Module):
         """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
-    def _attention(self, layer: int, block: Block) -> AttentionSpec:
+    def _attention(self, cache: KeyValues, layer: int, block: Block) -> Callable[..., Tensor]:
+        """Return what a layer's module calls: attention, or what a state gives."""
+        if isinstance(block.attn, Recurrent):
+            return partial(cast(LayerCache, cache).recur, layer, block.attn)
         c, window = self.config, self._kinds[layer].window
-        return AttentionSpec(c.kv_layer(layer), window, c.attention_scale, c.attention_softcap, block.attn.sinks)
+        spec = AttentionSpec(c.kv_layer(layer), window, c.attention_scale, c.attention_softcap, block.attn.sinks)
+        return attend_through(cache, layer, spec)
 
     def hidden(
-        self, idx: Tensor, pos: Tensor, cache: LayerCache | None = None, *, run_block: RunBlock | None = None
+        self, idx: Tensor, pos: Tensor, cache: KeyValues | None = None, *, run_block: RunBlock | None = None
     ) -> Tensor:
         """Return the final hidden states, (..., C), in the weights' dtype.
 
         Args:
             idx: token ids, int64, any shape.
             pos: position of each token in its window, less than block_size; broadcastable to idx.
-            cache: of keys and values; None: idx, (B, T), are whole sequences (`WholePrefix`).
+            cache: of keys and values, a `LayerCache` if layers are recurrent; None: idx, (B, T), are whole sequences
+                (`WholePrefix`).
             run_block: runs a whole block including attention; for engines that compile or replace blocks.
         """
         parts = self.transformer
@@ -222,7 +229,7 @@ class Transformer(nn.Module):
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
-                x = block(x, attend_through(cache, layer, self._attention(layer, block)), by)
+                x = block(x, self._attention(cache, layer, block), by)
             if block.after is not None:
                 x = block.after(x, None if inputs is None else inputs[..., layer, :])
         x = parts["ln_f"](x)

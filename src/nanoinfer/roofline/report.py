@@ -110,7 +110,7 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
 def _memory(setting: Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
-    own = [config.at(i) for i in range(config.n_layer) if config.kv_layer(i) == i]  # with keys and values of their own
+    own = [config.at(i) for i in config.kv_layers]  # with keys and values of their own
     layer, *others = (kv_cache_layer(of_layer, fmt) for of_layer in own)
     total = sum(others, layer)
     weights = setting.decode.weight_bytes

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import cast
 
 from nanoinfer.engines.base import Engine, Handle
@@ -85,25 +86,41 @@ class PrefixCache:
         """Return the sequence with the longest prefix of `token_ids` in common, and the length of that prefix.
 
         It is at most len(token_ids) - 1, because the logits after the last token are needed. Of several sequences, it
-        is one that has the prefix cached, if there is one.
+        is one that has the prefix cached, if there is one, and one that can be cut there. A sequence that cannot be
+        cut there shares what it can (`Engine.cut`); another one that parts earlier may share more.
         """
         node, length, limit = self._roots.get(key), 0, len(token_ids) - 1
         if node is None:
             return None, 0
+        path: list[tuple[_Node, int]] = []
         while length < limit and (child := node.children.get(token_ids[length])) is not None:
             node = child
             common = _num_common(child.token_ids, token_ids[length:limit])
             length += common
+            path.append((node, length))
             if common < len(child.token_ids):
                 break
-        if not length:
-            return None, 0
-        best = next(reversed(node.entries))
+        best: tuple[Entry | None, int] = None, 0
+        for node, length in reversed(path):
+            if best[1] >= length:
+                break
+            best = max(best, self._longest(node, length), key=itemgetter(1))
+        return best
+
+    def _longest(self, node: _Node, length: int) -> tuple[Entry, int]:
+        """Return the sequence of a node that shares the most of its first `length` tokens, and how many.
+
+        A sequence that is still processing them shares all of them later."""
+        best: tuple[Entry, int, int] | None = None
         for entry in reversed(node.entries):
-            if entry.num_cached >= length:
-                return entry, length
-            best = entry if entry.num_cached > best.num_cached else best
-        return best, length
+            cached = min(entry.num_cached, length)
+            found = entry, self.engine.cut(entry.handle, length) if cached == length else length, cached
+            if best is None or found[2:0:-1] > best[2:0:-1]:
+                best = found
+            if best[1:] == (length, length):
+                break
+        assert best is not None
+        return best[:2]
 
     def open(self, sequence: Sequence, token_ids: list[int], entry: Entry | None, num_shared: int) -> None:
         """Give a sequence its handle: a fork of `entry` truncated to `num_shared` tokens, or an empty sequence.

@@ -151,7 +151,7 @@ class Scheduler:
 
     def _open(self, s: Sequence, entry: Entry | None, num_shared: int) -> None:
         """Open the engine's sequence of a waiting one, with what it shares."""
-        num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
+        num_shared = self._engine.cut(entry.handle, min(num_shared, entry.num_cached)) if entry is not None else 0
         self.cache.open(s, s.token_ids[s.next_start :], entry, num_shared)
         s.start, s.num_cached = s.next_start, num_shared
 

@@ -99,6 +99,8 @@ class Family:
     """Whether `huggingface.save` writes models of the family."""
     alternating: bool = False
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
+    recurrent: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """`names` of the parts that differ in recurrent layers."""
     from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored
     """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
 
@@ -183,9 +185,10 @@ class Family:
     def recipe(self, config: ModelConfig, name: str, rows: int) -> Recipe:
         """Return how one of our tensors, with this number of rows, is stored."""
         layer, part, suffix = split_name(name)
-        theirs = self.names[part]
+        recurrent = layer is not None and config.layer(layer).recurrent
+        theirs = (self.recurrent if recurrent and part in self.recurrent else self.names)[part]
         prefix = "" if layer is None else self.layer.format(layer)
-        order = partial(self.order, config, part)
+        order = Recipe.order if recurrent else partial(self.order, config, part)
         if isinstance(theirs, str) and "{}" in theirs:
             counts = {"attn.q_norm": config.n_head, "attn.k_norm": config.n_kv_head}
             count = config.experts.count if config.experts is not None else counts[part]
@@ -198,7 +201,10 @@ class Family:
                 return Recipe(((f"{prefix}{theirs}{suffix}", rows // count),), order, folded=count)
             matrix = part in self.transposed and suffix == ".weight"
             return Recipe(((f"{prefix}{theirs}{suffix}", rows),), order, transposed=matrix)
-        sizes = zip(theirs, config.qkv_widths(layer or 0), strict=False)  # only c_attn is made of several
+        widths = config.qkv_widths(layer or 0)
+        if config.attention_gate and not recurrent:  # the gate's rows are beside those of the queries
+            widths = (widths[0] + widths[-1], *widths[1:-1])
+        sizes = zip(theirs, widths, strict=False)  # only c_attn is made of several
         return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 
 

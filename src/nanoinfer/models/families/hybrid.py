@@ -1,0 +1,159 @@
+"""Models with recurrent layers beside attention: Qwen3.5 and LFM2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.config import Experts, LayerKind, ModelConfig
+from nanoinfer.models.families import experts
+from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.families.llama import LLAMA, QK_NORM
+from nanoinfer.recurrence import Recurrence
+from nanoinfer.utils.checks import show
+
+_STATES = {"attn.a_log": "A_log", "attn.dt_bias": "dt_bias", "attn.norm_scale": "norm.weight"}
+
+
+def _layers(f: Fields, config: ModelConfig, recurrent: str, default: list[str], **options: Any) -> list[LayerKind]:
+    """Return the layers from `layer_types`, where `recurrent` names the recurrent ones; `default`: without it."""
+    types = f.get("layer_types") or default
+    if not isinstance(types, list) or len(types) != config.n_layer:
+        raise f.error("layer_types", f"is not a list of {config.n_layer} types, one for each layer")
+    if (unknown := next((t for t in types if t not in ("full_attention", recurrent)), None)) is not None:
+        raise f.error("layer_types", f"has {show(unknown)}: only full_attention and {recurrent} are supported")
+    attention = LayerKind(rotary=f.rotary(config, **options))
+    return [LayerKind(recurrent=True) if t == recurrent else attention for t in types]
+
+
+def _read_qwen3_5(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    every = f.integer("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(config.n_layer)]
+    f.only("attn_output_gate", True, None)
+    sizes = {ours: f.integer(f"linear_{theirs}", size) for ours, (theirs, size) in _SIZES.items()}
+    layers = _layers(f, config, "linear_attention", default, share=("partial_rotary_factor", 0.25))
+    state = Recurrence("delta", **sizes, bias=False)
+    return {"layers": tuple(layers), "recurrence": state if any(kind.recurrent for kind in layers) else None}
+
+
+_SIZES = {
+    "taps": ("conv_kernel_dim", 4), "num_heads": ("num_value_heads", 32), "value_dim": ("value_head_dim", 128),
+    "num_key_heads": ("num_key_heads", 16), "key_dim": ("key_head_dim", 128),
+}  # fmt: skip
+
+
+def _gate_last(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
+    """Return the order of c_attn's rows: queries and gates, which alternate head by head, stand first."""
+    if part != "attn.c_attn":
+        return None
+    rows = np.arange(2 * (config.attn_dim + config.kv_dim))
+    queries = rows[: 2 * config.attn_dim].reshape(config.n_head, 2, config.head_dim)
+    return np.concatenate((queries[:, 0].ravel(), rows[2 * config.attn_dim :], queries[:, 1].ravel()))
+
+
+def _without_drafts(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors without the block that predicts a further token, and convolutions as matrices."""
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
+    return stored | {n: t.merged() for n, t in stored.items() if n.endswith(_CONVOLUTIONS) and len(t.shape) == 3}
+
+
+_CONVOLUTIONS = ("linear_attn.conv1d.weight", "conv.conv.weight")
+_IN_PROJ: Mapping[str, str | tuple[str, ...]] = {
+    "attn.c_attn": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    "attn.c_proj": "linear_attn.out_proj",
+    "attn.conv": "linear_attn.conv1d.weight",
+    **{ours: f"linear_attn.{theirs}" for ours, theirs in _STATES.items()},
+}
+QWEN3_5 = LLAMA.derive(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    names=QK_NORM,
+    fixed={"norm_weight": "one_plus", "qk_norm": "head", "attention_gate": True},
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
+    only={"attention_bias": (False, None)},
+    harmless=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
+    read_layers=_read_qwen3_5,
+    recurrent=_IN_PROJ,
+    order=_gate_last,
+    from_stored=_without_drafts,
+    written=False,
+)
+"""Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
+
+
+def _read_qwen3_5_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    mixture = Experts(
+        experts.num_experts(f, 256),
+        f.get("num_experts_per_tok", 8),
+        f.get("moe_intermediate_size", 512),
+        normalize=True,
+        shared_width=f.integer("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+    return experts.with_experts(_read_qwen3_5(f, config), mixture)
+
+
+QWEN3_5_MOE = QWEN3_5.derive(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    {"intermediate_size": ("n_inner", None)},
+    experts.NAMES | experts.shared("mlp.shared_expert") | {"mlp.shared_gate": "mlp.shared_expert_gate"},
+    defaults={"num_key_value_heads": 2},
+    without=("mlp.c_gate", "mlp.c_fc", "mlp.c_proj"),
+    only={"attention_bias": (False, None)},
+    harmless=(*QWEN3_5.harmless, *experts.HARMLESS),
+    read_layers=_read_qwen3_5_moe,
+    recurrent=_IN_PROJ,
+    order=_gate_last,
+    fused=experts.STACKED,
+    from_stored=_without_drafts,
+    written=False,
+)
+"""Qwen3.5 with a mixture of experts in every layer."""
+
+
+def _read_lfm2(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    indices = f.get("full_attn_idxs")
+    everywhere = [*range(config.n_layer)] if indices is None else indices
+    if not isinstance(everywhere, list):
+        raise f.error("full_attn_idxs", "is not a list of layers")
+    default = ["full_attention" if i in everywhere else "conv" for i in range(config.n_layer)]
+    width = f.integer("block_ff_dim", config.mlp_dim)
+    if f.flag("block_auto_adjust_ff_dim", True):
+        multiple = f.integer("block_multiple_of", 256)
+        width = int(f.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        width = -(-width // multiple) * multiple
+    layers = _layers(f, config, "conv", default, theta=1000000.0)
+    state = Recurrence("conv", f.integer("conv_L_cache", 3), 1, config.n_embd)
+    tied = f.flag("tie_embedding", config.tie_word_embeddings)
+    f.only("conv_bias", False)
+    any_state = any(kind.recurrent for kind in layers)
+    return {"layers": tuple(layers), "recurrence": state if any_state else None, "n_inner": width,
+            "tie_word_embeddings": tied}  # fmt: skip
+
+
+LFM2 = LLAMA.derive(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    {"norm_eps": ("norm_epsilon", 1e-5)},
+    {
+        "ln_f": "model.embedding_norm", "ln_1": "operator_norm", "ln_2": "ffn_norm",
+        "attn.q_norm": "self_attn.q_layernorm", "attn.k_norm": "self_attn.k_layernorm",
+        "attn.c_proj": "self_attn.out_proj",
+        "mlp.c_gate": "feed_forward.w1", "mlp.c_fc": "feed_forward.w3", "mlp.c_proj": "feed_forward.w2",
+    },
+    defaults={"num_key_value_heads": 8, "tie_word_embeddings": True},
+    without=("rms_norm_eps", "hidden_act"),
+    harmless=("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+              "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads",
+              "use_pos_enc", "theta", "eos_token_id"),
+    fixed={"norm": "rms", "gated_mlp": True, "learned_positions": False, "qk_norm": "head", "activation": "silu"},
+    read_layers=_read_lfm2,
+    recurrent={"attn.c_attn": "conv.in_proj", "attn.c_proj": "conv.out_proj", "attn.conv": "conv.conv.weight"},
+    from_stored=_without_drafts,
+    written=False,
+)  # fmt: skip
+"""LFM2 and LFM2.5: short convolutions with gates, and attention in some layers."""
