@@ -311,6 +311,21 @@ AS_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 """Families that transformers has no class of -> what differs from the class that computes the same: fields of
 config.json, those of another name by it, and parts of the names of tensors."""
 
+_HYBRID = {"num_hidden_layers": 5, "head_dim": 10}
+_DELTA = _HYBRID | {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "num_hidden_layers": 6, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.4},
+}  # fmt: skip
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig", _DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 20, "intermediate_size": None}
+    ),
+    "lfm2": ("Lfm2Config", _HYBRID | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}),
+}  # fmt: skip
+"""Models with recurrent layers (tests/engines/test_recurrent.py)."""
+
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "gemma3-7-layers": (
@@ -339,7 +354,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_config(case: str) -> Any:
     """Return the config of transformers of a case."""
-    name, fields = CASES[case]
+    name, fields = (CASES | RECURRENT)[case]
     return getattr(transformers, name)(**{k: v for k, v in (SMALL | fields).items() if v is not None or k not in SMALL})
 
 
@@ -369,11 +384,12 @@ def random_model(config: Any) -> Any:
     torch.manual_seed(1)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    size = 0.15 if config.model_type.startswith("qwen3_5") else 0.3  # states of many tokens multiply rounding errors
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
             added = config.model_type in ADDED
             one = p.dim() == 1 and name.endswith(("weight", "router.scale", "per_expert_scale")) and not added
-            p.copy_(torch.randn_like(p) * 0.3 + float(one))
+            p.copy_(torch.randn_like(p) * size + float(one))
         for name, p in model.named_buffers():
             if name.endswith("layer_scalar"):
                 p.uniform_(0.6, 1.2)

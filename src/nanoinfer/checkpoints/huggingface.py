@@ -245,7 +245,7 @@ _MISSING = {
     "apertus": "its activation, which has parameters in each layer (xIELU), is not",
     "hunyuan_v1_dense": "its norms of queries and keys after their rotation are not",
     "mllama": "its layers of attention to images are not",
-    "qwen3_next": "its layers of linear attention are not",
+    "qwen3_next": "the order of its layers' projections is not",
 }
 """model_type -> the part of such models that is not supported."""
 _QUANTIZATION = ("quantization_config", "compression_config")  # the second one before compressed-tensors 0.8
@@ -268,17 +268,17 @@ def read_config(path: Path, quantized: bool = False) -> ModelConfig:
             generation_config.json in the same folder is malformed.
     """
     raw, where = read_object(path, MAX_CONFIG_BYTES, "a config"), escaped(path)
-    known = ", ".join(FAMILIES)
+    known = f"one of the {len(FAMILIES)} families in docs/models.md, such as llama or qwen3"
     if isinstance(kind := raw.get("model_type"), str) and kind in WITH_IMAGES:
         raw = _text_config(raw, where)
     if "model_type" not in raw:
-        raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
+        raise NanoinferError(f"{where} has no model_type: add it, {known}")
     kind = raw["model_type"]
     if isinstance(kind, str) and kind in ALIASES:
         raw = ALIASES[kind][1] | raw | {"model_type": ALIASES[kind][0]}
     if not isinstance(kind, str) or (family := FAMILIES.get(raw["model_type"])) is None:
         why = _MISSING.get(kind) if isinstance(kind, str) else None
-        raise NanoinferError(f"{where}: model_type={show(kind)} is not supported: {why or f'only {known} are'}")
+        raise NanoinferError(f"{where}: model_type={show(kind)} is not supported: {why or f'it must be {known}'}")
     fields = Fields(raw)
     with about(where):
         fields.only("is_encoder_decoder", False, None)

@@ -56,6 +56,8 @@ class NativeEngine(Sequences):
     def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         from nanoinfer._native import Decoder
 
+        if weights.config.recurrence is not None:
+            raise NanoinferError("engine native has no kernel for recurrent layers: use engine=static or engine=paged")
         super().__init__(weights.config, limits, config)
         try:
             options = decoder_options(weights, limits, config)

@@ -96,6 +96,8 @@ class TritonEngine(CudaGraphEngine):
         """Raise NanoinferError if a model has what no kernel does."""
         missing = ["latent attention"] * (config.latent is not None)
         missing += ["per-layer embeddings"] * bool(config.per_layer_dim)
+        missing += ["recurrent layers"] * (config.recurrence is not None)
+        missing += ["attention with a gate"] * config.attention_gate
         if config.activation not in ACTIVATIONS and not all(config.layer(i).experts for i in range(config.n_layer)):
             missing.append(f"activation={config.activation}")
         if missing:

@@ -149,7 +149,7 @@ LFM2 = LLAMA.derive(
     without=("rms_norm_eps", "hidden_act"),
     harmless=("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
               "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads",
-              "use_pos_enc", "theta", "eos_token_id"),
+              "use_pos_enc", "theta"),
     fixed={"norm": "rms", "gated_mlp": True, "learned_positions": False, "qk_norm": "head", "activation": "silu"},
     read_layers=_read_lfm2,
     recurrent={"attn.c_attn": "conv.in_proj", "attn.c_proj": "conv.out_proj", "attn.conv": "conv.conv.weight"},

@@ -1,0 +1,228 @@
+"""Recurrent layers: states that cannot be cut, on every engine that has them, against the whole prefix in each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.engines import make_engine, naive_greedy
+from helpers.families import make_folder
+from helpers.models import submit
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.checkpoints.gpt_loading import load_gpt
+from nanoinfer.checkpoints.huggingface import open_folder
+from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig
+from nanoinfer.core.core import Core
+from nanoinfer.engines import sequences
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import plan_limits, state_bytes
+from nanoinfer.kv.states import MAX_PENDING, ZEROS, StatePool
+from nanoinfer.models import recurrent
+from nanoinfer.models.parameters import shapes
+from nanoinfer.models.transformer import Transformer
+from nanoinfer.recurrence import Recurrence
+from nanoinfer.sampling.sampler import sample
+from nanoinfer.scheduling.scheduler import Scheduler
+
+CASES = ("qwen3_5", "qwen3_5_moe", "lfm2")
+RULES = {
+    "delta": Recurrence("delta", 4, 6, 10, 3, 8),
+    "conv": Recurrence("conv", 3, 1, 40),
+    "mamba2": Recurrence("mamba2", 4, 6, 16, 2, 8, bias=True),
+}
+RUNGS = ("dynamic", "static", "paged", "cuda_graph")
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+COMMON = [(5 * i * i + 3 * i) % 61 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def make(case: str) -> Path:
+        make_folder(case, folder := tmp_path_factory.mktemp(case))
+        return folder
+
+    return make
+
+
+@cache
+def model(rule: str) -> Transformer:
+    """Return a random model with three recurrent layers of five, whose context is 96 tokens."""
+    attention, state = LayerKind(rotary=Rotary(8)), LayerKind(recurrent=True)
+    config = ModelConfig(
+        61, 96, 5, 4, 40, 64, False, "silu", num_kv_heads=2, head_size=16, learned_positions=False, norm="rms",
+        gated_mlp=True, layers=(state, attention, state, state, attention), recurrence=RULES[rule],
+        attention_gate=rule == "delta", eos_token_ids=(3,),
+    )  # fmt: skip
+    gpt, generator = Transformer(config).eval(), torch.Generator().manual_seed(1)
+    assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes(config)
+    with torch.no_grad():
+        for name, p in gpt.named_parameters():
+            ones = float(p.dim() == 1 and name.endswith(("scale", "weight")))
+            p.copy_(torch.randn(p.shape, generator=generator) * (0.15 if p.dim() > 1 else 0.3) + ones)
+    return gpt
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs = make_folder(case, tmp_path)
+    idx = torch.randint(0, 61, (2, 90), generator=torch.Generator().manual_seed(0))
+    expected = theirs(idx).logits
+    torch.testing.assert_close(load_gpt(open_folder(tmp_path))(idx), expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.5
+
+
+@pytest.mark.parametrize("with_rate", [True, False])
+def test_chunks_equal_the_definition(with_rate: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 150, 3, n, generator=generator) for n in (8, 8, 10))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    decay, rate = -torch.rand(2, 150, 3, generator=generator), torch.rand(2, 150, 3, generator=generator)
+    state = torch.randn(2, 3, 8, 10, generator=generator)
+    by_token, whole = (
+        recurrent.gated_linear_attention(state, q, k, v, decay, rate if with_rate else None, chunk)
+        for chunk in (1, recurrent.CHUNK)
+    )
+    for one, other in zip(by_token, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    s, outputs = state.double(), []
+    for t in range(150):
+        s = s * decay[:, t, :, None, None].exp()
+        u = v[:, t] - (torch.einsum("bhkv,bhk->bhv", s, k[:, t].double()) if with_rate else 0)
+        u = u * rate[:, t, :, None] if with_rate else u
+        s = s + k[:, t, :, :, None] * u[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", s, q[:, t].double()))
+    torch.testing.assert_close(by_token[0].double(), torch.stack(outputs, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", RUNGS)
+def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 random calls. States are kept so often that truncated forks use them, and so few fit that some are lost."""
+    monkeypatch.setattr(sequences, "MIN_SPLIT", 24)
+    monkeypatch.setattr(sequences, "MIN_KEPT", 12)
+    reference, engine = (make_engine(n, model(rule), 4) for n in ("recompute", name))
+    engines, rng, num_logits = (reference, engine), random.Random(0), 0
+    for _ in range(400):
+        handles, what = sorted(reference.handles), rng.random()
+        if not handles or (what < 0.1 and len(handles) < 4):
+            assert reference.open() == engine.open()
+        elif what < 0.2:
+            handle = rng.choice(handles)
+            length = reference.length(handle)
+            length = rng.randint(0, length) if rng.random() < 0.5 else max(0, length - rng.randint(0, 5))
+            assert engine.cut(handle, length) <= length
+            for e in engines:
+                e.truncate(handle, length)
+        elif what < 0.3 and len(handles) < 4:
+            handle = rng.choice(handles)
+            assert reference.fork(handle) == engine.fork(handle)
+        elif what < 0.35:
+            handle = rng.choice(handles)
+            for e in engines:
+                e.close(handle)
+        else:
+            batch = StepBatch()
+            for handle in rng.sample(handles, rng.randint(1, len(handles))):
+                room = 96 - reference.length(handle)
+                count = min(room, rng.choice([1, 1, 1, 2, 4, 8, 9, 30, 50]))
+                if count:
+                    tokens = [rng.randrange(61) for _ in range(count)]
+                    batch.add(handle, tokens, rng.randint(0, count) if rng.random() < 0.3 else 1)
+            if batch.handles:
+                expected, found = (torch.as_tensor(e.extend(batch)) for e in engines)
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+                num_logits += len(found)
+        assert [reference.length(h) for h in sorted(reference.handles)] == [
+            engine.length(h) for h in sorted(engine.handles)
+        ]
+    assert num_logits > 300
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", ["static", "paged"])
+def test_requests(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
+    """Chunked prompts, samples, beams, windows that slide, speculation and preemption give the tokens of recompute."""
+    reference, llm, drafted = (
+        LLM(str(folder_of(case)), engine=name, device="cpu", dtype="float32", max_num_seqs=4, **options)
+        for name, options in (
+            ("recompute", {}), (engine, {"max_num_batched_tokens": 7}),
+            (engine, {"draft": "prompt-lookup", "speculate_k": 3}),
+        )
+    )  # fmt: skip
+    prompts = [{"prompt_token_ids": p} for p in ([*COMMON, 7], [*COMMON[:17], 3, 9], [4], [4, 8, 15, 16, 23, 42] * 6)]
+    for params in (
+        GREEDY, SamplingParams(max_tokens=12, temperature=0.9, n=2, seed=3, ignore_eos=True),
+        replace(GREEDY, max_tokens=120, overflow="slide"), replace(GREEDY, max_tokens=3, prompt_logprobs=1),
+    ):  # fmt: skip
+        expected, *found = ([[o.token_ids for o in r.outputs] for r in x.generate(prompts, params)]
+                            for x in (reference, llm, drafted))  # fmt: skip
+        assert found == [expected, expected]
+    beams = BeamSearchParams(3, max_tokens=8)
+    best = [[[s.token_ids for s in r.sequences] for r in x.beam_search(prompts[:2], beams)] for x in (reference, llm)]
+    assert best[0] == best[1]
+
+
+def test_a_conversation_shares_the_states_of_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is the one before it, an answer and a message; in the middle, a message is edited."""
+    monkeypatch.setattr(sequences, "MIN_SPLIT", 12)
+    monkeypatch.setattr(sequences, "MIN_KEPT", 4)
+    gpt, rng = model("delta"), random.Random(1)
+    engine = make_engine("paged", gpt, 2)
+    core = Core(engine, Scheduler(engine, SchedulerConfig(target_step_ms=None)), sample, None, 61)
+    turn, shared = list[int](), []
+    for number in range(6):
+        turn = turn[:40] if number == 4 else turn
+        turn = [*turn, *(rng.randrange(4, 61) for _ in range(12)), 3, 9]  # 3 ends a message, 9 begins the answer
+        request = submit(core, None, turn, replace(GREEDY, max_tokens=3), seed=0, end_token_ids=())
+        while core.unfinished:
+            core.step()
+        (output,) = core.output(request).outputs
+        assert output.token_ids == naive_greedy(gpt, turn, 3)
+        shared.append(request.num_cached_tokens)
+        turn = [*turn, *output.token_ids]
+    assert shared == [0, 16, 33, 50, 30, 56]
+
+
+def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> None:
+    pool = StatePool(3)
+    pool.open(0)
+    assert pool.step([0], [20]) == ([(ZEROS, 1)], [(1, 0)])  # more than MAX_PENDING: nothing is pending
+    pool.keep(0)
+    assert pool.step([0], [2]) == ([(1, 2)], [(2, 0)])
+    assert [pool.cut(0, n) for n in (22, 21, 20, 19, 0)] == [22, 21, 20, 0, 0]
+    pool.open(1)
+    pool.fork(0, 1)
+    pool.truncate(1, 21)
+    assert pool.step([1, 0], [1, 1]) == ([(2, 3)], [(3, 1), (2, 2)])
+    assert (pool.cut(0, 21), pool.cut(1, 20), pool.cut(1, 21)) == (20, 20, 21)
+    pool.open(2)
+    assert pool.step([2], [MAX_PENDING]) == ([(ZEROS, 1)], [(1, 0)])  # the kept row was given up
+    assert (pool.cut(0, 21), pool.cut(2, 3)) == (0, 3)
+    for handle in (0, 1, 2):
+        pool.close(handle)
+    pool.open(3)
+    assert [pool.step([3], [1]) for _ in range(2)] == [([(ZEROS, 1)], [(1, 0)]), ([], [(1, 1)])]
+
+
+def test_the_plan_counts_states() -> None:
+    config = model("delta").config
+    row = state_bytes(config)
+    assert row == 4 * 3 * (3 * 108 + 6 * 8 * 10 + MAX_PENDING * (108 + 12))
+    limits = plan_limits(config, EngineConfig(max_num_seqs=4, kv_cache_memory=40 * row), "blocks", "float32", 0)
+    assert (limits.num_states, limits.max_idle_seqs) == (20, 8)
+    assert limits.max_num_cached_tokens * config.kv_bytes_per_token(4) <= 20 * row
+    with pytest.raises(NanoinferError, match=r"kv_cache_memory=100 bytes is too little for 4 sequences, whose states"):
+        plan_limits(config, EngineConfig(max_num_seqs=4, kv_cache_memory=100), "blocks", "float32", 0)
