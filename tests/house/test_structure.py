@@ -116,7 +116,7 @@ TORCH = {
     "engines/triton_layers.py", "engines/triton_modules.py", "kernels/triton", "kv/slots.py",
     "models/adapters.py", "models/attention.py", "models/experts.py", "models/transformer.py",
     "models/layers.py",
-    "models/other_attention.py", "sampling/triton.py",
+    "engines/states.py", "models/other_attention.py", "models/recurrent.py", "sampling/triton.py",
     "training",
 }  # fmt: skip
 
