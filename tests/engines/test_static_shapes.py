@@ -111,9 +111,7 @@ class BakesThePosition(CudaGraphEngine):
     """The known fault: the step takes the position from the host."""
 
     def _forward(self, step: StepTensors) -> Tensor:
-        return super()._forward(
-            StepTensors(step.idx, torch.full_like(step.pos, self.at), step.slots, step.context, step.dense)
-        )
+        return super()._forward(replace(step, pos=torch.full_like(step.pos, self.at)))
 
     @property
     def at(self) -> int:

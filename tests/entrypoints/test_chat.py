@@ -371,7 +371,7 @@ def test_kept_sequences_give_their_places_to_requests(folder: Path) -> None:
     check(llm.core)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8]
     kept = llm.core.scheduler.cache
-    found = [kept.find([*c.output.prompt_token_ids, 0], None)[1] for c in conversations]  # type: ignore[union-attr]
+    found = [kept.find([*c.output.prompt_token_ids, 0], (None, 0))[1] for c in conversations]  # type: ignore[union-attr]
     assert found[2] == len(conversations[2].output.prompt_token_ids)  # type: ignore[union-attr]
     assert found[0] < found[2] > found[1]
     llm.perplexity("the answer")
