@@ -1,6 +1,6 @@
 """`python -m nanoinfer`: the command line."""
 
-from nanoinfer.cli import main
+from nanoinfer.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -257,11 +257,11 @@ def test_environments(changes: dict[str, str], folder: Path) -> None:
 
 # Interrupts ---------------------------------------------------------------------------------------------------
 
-MARKED = "import sys, os; from nanoinfer.cli import main; sys.argv[0] = 'nanoinfer'; os.write(1, b'.'); main()"
+MARKED = "import sys, os; from nanoinfer.cli import program; sys.argv[0] = 'nanoinfer'; os.write(1, b'.'); program()"
 
 
 def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
-    """Send Ctrl-C `delay` seconds after the call of `main`; return the exit code and stderr."""
+    """Send Ctrl-C `delay` seconds after the call of `program`; return the exit code and stderr."""
     child = subprocess.Popen(
         [sys.executable, "-c", MARKED, *arguments],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),

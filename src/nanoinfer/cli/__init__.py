@@ -6,7 +6,6 @@ in one line), 2 bad input or something this machine cannot do, 130 interrupted.
 
 from __future__ import annotations
 
-import atexit
 import signal
 import sys
 import threading
@@ -15,6 +14,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+
+
+def program() -> None:
+    """Run `main` as a process of its own: Ctrl-C while Python shuts down ends it without a traceback."""
+    try:
+        main()
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main() -> None:
@@ -50,7 +58,6 @@ class Interrupts:
         if self._handler is signal.default_int_handler:  # not where the shell has it ignored (nohup)
             signal.signal(signal.SIGINT, self._interrupt)
             sys.unraisablehook = self._unraisable
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # while Python shuts down: no traceback
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:

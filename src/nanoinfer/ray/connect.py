@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from nanoinfer import __version__
 from nanoinfer.errors import NanoinferError, missing_extra, one_line
+from nanoinfer.utils.files import escaped
 
 LOCAL = "local"
 CONNECT_SEC = 5.0
@@ -95,8 +96,8 @@ def _own_stderr() -> Iterator[None]:
 
 def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "://" in address:
-        raise NanoinferError(f"--ray {address} is no address: give HOST:PORT of a cluster, auto, or local")
+    if not host or not port.isdecimal() or len(port) > 5 or "://" in address:
+        raise NanoinferError(f"--ray {escaped(address, 80)} is no address: give HOST:PORT of a cluster, auto, or local")
     try:
         socket.create_connection((host, int(port)), CONNECT_SEC).close()
     except (OSError, OverflowError) as e:
