@@ -302,6 +302,17 @@ def test_all_ways_to_generate_take_an_adapter(tmp_path: Path) -> None:
     assert "".join(llm.conversation(lora_request=lora).send("To be", PARAMS)) == expected
     _, stream = llm.stream_outputs("To be", PARAMS, lora_request=lora)
     assert [o.outputs[0].text for o in stream if isinstance(o, RequestOutput)] == [expected]
+    options = ["--merge", lora.lora_path, "--dtype", "float32", "--output", str(tmp_path / "merged")]
+    assert run(["pack", str(tmp_path / "base"), *options]) == 0
+    merged_llm = LLM(str(tmp_path / "merged"))
+    (found,), (same,) = llm.perplexity("To be or", lora_request=lora), merged_llm.perplexity("To be or")
+    assert found.log_likelihood == pytest.approx(same.log_likelihood, abs=1e-4)
+    (pair,), (same_pair,) = (
+        llm.loglikelihood("To be", " or", lora_request=lora),
+        merged_llm.loglikelihood("To be", " or"),
+    )
+    assert pair.log_likelihood == pytest.approx(same_pair.log_likelihood, abs=1e-4)
+    assert pair.log_likelihood != pytest.approx(llm.loglikelihood("To be", " or")[0].log_likelihood, abs=1e-2)
     beams = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
     assert llm.beam_search("To be", beams, lora_request=lora)[0].sequences[0].text == expected
 

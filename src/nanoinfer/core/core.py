@@ -32,6 +32,7 @@ from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.core.step import ENGINE, NoObserver, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import one_line
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.sampler import Sampler, not_finite
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
@@ -149,6 +150,12 @@ class Core:
             request.check(self.engine.limits)  # before the prompt is copied for the next one
         request.num_dropped_tokens = request.sequences[0].next_start
         return request
+
+    def adapt(self, request: Request, lora: LoRARequest | None) -> None:
+        """Set the adapter of a request that is not queued yet. Raises NanoinferError as `Adapters.read`."""
+        if lora is not None:
+            assert self.adapters is not None
+            self.adapters.assign(lora, request)
 
     def _text(self, params: SamplingParams, prompt_token_ids: list[int]) -> OutputText:
         tokenizer = self._tokenizer if params.detokenize else None

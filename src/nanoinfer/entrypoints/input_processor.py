@@ -142,19 +142,13 @@ class RequestFactory:
             compiled = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)
-        self.adapt(request, lora)
+        self._core.adapt(request, lora)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",
                 len(token_ids), self._model.config.block_size, request.num_dropped_tokens,
             )  # fmt: skip
         return request
-
-    def adapt(self, request: Request, lora: LoRARequest | None) -> None:
-        """Set the adapter of a request that is not queued yet. Raises NanoinferError as `Adapters.read`."""
-        if lora is not None:
-            assert self._core.adapters is not None
-            self._core.adapters.assign(lora, request)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Return a grammar, which `make` then has already. Raises NanoinferError as `Grammars.compile`."""

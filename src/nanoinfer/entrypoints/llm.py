@@ -379,7 +379,11 @@ class LLM:
     # Scoring ---------------------------------------------------------------------------------------------
 
     def loglikelihood(
-        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+        self,
+        contexts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> list[LoglikelihoodOutput]:
         """Return the log-likelihood of each continuation given its context: a value for each token, and their sum.
 
@@ -391,6 +395,7 @@ class LLM:
         Args:
             contexts: one for all continuations, or one for each; in the forms of `generate`'s prompts.
             continuations: text if the context is text, token ids if it is token ids.
+            lora_request: the adapter of all of them.
 
         Raises:
             NanoinferError: a continuation has no tokens or is longer than the context length, or a context is empty and
@@ -410,7 +415,7 @@ class LLM:
                 pair = self.requests.pair(context, continuation)
                 scoring.check_continuation(pair[1], self.config.block_size)
                 pairs.append(pair)
-        scored = scoring.loglikelihoods(self.core, pairs)
+        scored = scoring.loglikelihoods(self.core, pairs, lora_request)
         outputs = []
         for i in range(len(pairs)):
             with numbered(i, len(pairs), "continuation"):
@@ -423,6 +428,7 @@ class LLM:
         *,
         stride: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[PerplexityOutput]:
         """Return log-likelihood and perplexity of each text.
 
@@ -434,6 +440,7 @@ class LLM:
             texts: in the forms of `generate`'s prompts.
             stride: 1 to block_size tokens; None is half the context length.
             progress: called after each window with the number of scored tokens and of tokens in the text.
+            lora_request: the adapter of all texts.
 
         Raises:
             NanoinferError: a text has fewer than two tokens, or the stride is invalid.
@@ -449,7 +456,7 @@ class LLM:
                 ids = self.tokenize(text)
                 if (count := len(ids) - 1) < 1:
                     raise NanoinferError("a text of 1 token cannot be scored: give two or more tokens")
-                total = scoring.log_likelihood(self.core, ids, stride, progress)
+                total = scoring.log_likelihood(self.core, ids, stride, progress, lora_request)
                 characters = len(text) if isinstance(text, str) else None
                 outputs.append(PerplexityOutput(count, characters, total, math.exp(min(-total / count, 700.0))))
         return outputs

@@ -66,7 +66,7 @@ class Reading:
         self.ids = self.pooler.token_ids(self.prompt, self.params)
         text = self.prompt if isinstance(self.prompt, str) else None
         request = self.pooler.core.make(text, self.ids, NOTHING, 0, **self.options)
-        self.pooler.requests.adapt(request, self.lora)
+        self.pooler.core.adapt(request, self.lora)
         first = 0 if self.pooler.model.pooling.kind == "mean" else len(self.ids) - 1
         request.prompt_reads = PromptReads(self.ids, first, self._add, hidden=True)
         return request
@@ -107,7 +107,7 @@ class Pooler:
     """
 
     def __init__(self, core: Core, model: ModelInfo, requests: RequestFactory) -> None:
-        self.core, self.model, self.requests = core, model, requests
+        self.core, self.model, self._requests = core, model, requests
         self._block_size = core.engine.limits.block_size
 
     def embed(
@@ -162,10 +162,10 @@ class Pooler:
         if isinstance(prompt, str):
             tokenizer = self.model.require_tokenizer()
             if params.truncate_prompt_tokens is None:
-                self.requests.check_fits(prompt, None)
+                self._requests.check_fits(prompt, None)
             prompt, last = tokenizer.encode(prompt), [*tokenizer.suffix]
             first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ids = self.requests.token_ids([*first, *prompt, *last])
+        ids = self._requests.token_ids([*first, *prompt, *last])
         if not ids:
             raise NanoinferError("the input has no tokens: give one or more characters")
         limit = params.truncate_prompt_tokens or -1

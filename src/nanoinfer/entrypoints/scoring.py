@@ -19,6 +19,7 @@ from nanoinfer.core.core import Core
 from nanoinfer.core.output_processor import describe
 from nanoinfer.entrypoints.streams import Ownership, all_finished
 from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
 from nanoinfer.sampling_params import SamplingParams
@@ -38,7 +39,13 @@ Scored = tuple[list[int], int]
 """Token ids, and the index of the first one that is scored, given those before it."""
 
 
-def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[int, int], None] | None) -> float:
+def log_likelihood(
+    core: Core,
+    ids: list[int],
+    stride: int,
+    progress: Callable[[int, int], None] | None,
+    lora: LoRARequest | None = None,
+) -> float:
     """Return the sum of the log-probabilities of ids[1:], in nats, in overlapping windows (see `windows`).
 
     Args:
@@ -46,6 +53,7 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
         ids: at least two tokens.
         stride: tokens by which a window advances.
         progress: called after each window with the number of scored tokens and of all tokens.
+        lora: the adapter; None: none.
 
     Raises:
         ResultError: the logits are not finite.
@@ -53,7 +61,7 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
     total = 0.0
     parts = list(windows(len(ids), core.engine.limits.block_size, stride))
     texts = ((ids[start:end], first - start) for start, first, end in parts)
-    for (_, _, end), values in zip(parts, score(core, texts, _token_logprobs), strict=True):
+    for (_, _, end), values in zip(parts, score(core, texts, _token_logprobs, lora), strict=True):
         total += sum(logprob for logprob, _ in values)
         if not math.isfinite(total):
             raise _overflowed(f"the log-likelihood of its first {end} tokens is {total}")
@@ -62,8 +70,12 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
     return total
 
 
-def loglikelihoods(core: Core, pairs: list[tuple[list[int], list[int]]]) -> Iterator[LoglikelihoodOutput]:
+def loglikelihoods(
+    core: Core, pairs: list[tuple[list[int], list[int]]], lora: LoRARequest | None = None
+) -> Iterator[LoglikelihoodOutput]:
     """Yield the log-likelihood of the second item of each pair given the first. Both have at least one token.
+
+    `lora`: the adapter; None: none.
 
     Raises:
         NanoinferError: a continuation is longer than the context length.
@@ -76,7 +88,7 @@ def loglikelihoods(core: Core, pairs: list[tuple[list[int], list[int]]]) -> Iter
             ids = [*context_ids, *token_ids][-(block_size + 1) :]
             yield ids, len(ids) - len(token_ids)
 
-    for (context_ids, token_ids), scored in zip(pairs, score(core, texts(), _token_logprobs), strict=True):
+    for (context_ids, token_ids), scored in zip(pairs, score(core, texts(), _token_logprobs, lora), strict=True):
         dropped = max(0, len(context_ids) + len(token_ids) - (block_size + 1))
         yield _loglikelihood(token_ids, scored, dropped)
 
@@ -162,7 +174,7 @@ def split_pair(encode: Callable[[str], list[int]], context: str, continuation: s
     return context_ids, encode(bare + continuation)[len(context_ids) :]
 
 
-def score(core: Core, texts: Iterable[Scored], read: Read[T]) -> Iterator[list[T]]:
+def score(core: Core, texts: Iterable[Scored], read: Read[T], lora: LoRARequest | None = None) -> Iterator[list[T]]:
     """Yield, in order, what `read` returns for the scored tokens of each text.
 
     Steps run until the texts are scored; other requests go on in them.
@@ -171,12 +183,15 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T]) -> Iterator[list[T
         core: of the model.
         texts: at most block_size + 1 tokens each, of which the last at least is scored.
         read: called for each part of a text.
+        lora: the adapter; None: none.
 
     Raises:
         NanoinferError: a text can never be processed (see `Request.check`), or more than max_num_queued would wait.
         ResultError: `read` has raised it, the engine has failed, or an interrupt in another thread ended the request.
     """
     pending = [_request(core, text, read) for text in texts]
+    for request, _ in pending:
+        core.adapt(request, lora)
     with Ownership(core, requests := [request for request, _ in pending]):
         core.submit(requests)
         for request, values in pending:
