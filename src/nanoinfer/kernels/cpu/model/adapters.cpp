@@ -100,7 +100,7 @@ void ForwardPass::make_room_for_adapters() {
   std::int64_t most = std::max({x_stride_, qkv_stride_, attended_stride_, hidden_stride_});
   if (latent_) most = std::max(most, latent_->down_stride);
   added_ = Buffer(max_rows_ * most * sizeof(float));
-  normed_ = Buffer(max_rows_ * scratch_stride_ * sizeof(float));
+  normed_ = Buffer(max_rows_ * input_stride_ * sizeof(float));
 }
 
 // Call f for each part of some rows that have the same list of updates, which is not null.

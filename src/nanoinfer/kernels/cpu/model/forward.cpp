@@ -39,6 +39,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
   const std::int64_t in = std::max({s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
+  input_stride_ = padded(in);
   scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), in));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
@@ -414,10 +415,10 @@ void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next) 
 void ForwardPass::prepare_normed(const NormWeights& weights, const float* from, std::int64_t stride, const Matrix& next) {
   float* const normed = reinterpret_cast<float*>(normed_.data());
   add_rows(&PartSeconds::others, [this, &weights, from, stride, &next, normed](int rank, std::int64_t r) {
-    float* y = has_adapters_ ? normed + r * scratch_stride_ : scratch_ + rank * scratch_stride_;
+    float* y = has_adapters_ ? normed + r * input_stride_ : scratch_ + rank * scratch_stride_;
     norm(weights, from + r * stride, next.in, y);
     prepare_row(y, next, rank, r);
-  }, [this, normed, &next](Range rows) { project(normed, scratch_stride_, next, rows); });
+  }, [this, normed, &next](Range rows) { project(normed, input_stride_, next, rows); });
 }
 
 void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next) {

@@ -241,6 +241,7 @@ class ForwardPass {
   const int num_threads_;
   const std::int64_t max_rows_;
   std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
+  std::int64_t input_stride_;  // of what products read, in floats
   std::size_t prepared_bytes_ = 0;  // of one row, at most
   Buffer memory_;
   float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (max_rows_, stride); scratch_: (num_threads, stride)
@@ -267,7 +268,7 @@ class ForwardPass {
   Adapters adapters_;
   bool has_adapters_ = false;                         // whether a row of the step has one
   Buffer added_;                                      // of `added`
-  Buffer normed_;                                     // (max_rows_, scratch_stride_): rows to project
+  Buffer normed_;                                     // (max_rows_, input_stride_): rows to project
   std::vector<float> projected_;                      // (max_rows_, stride)
   std::int64_t projected_stride_ = 0;
   PartSeconds seconds_;
