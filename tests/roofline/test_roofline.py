@@ -317,6 +317,30 @@ def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig)
     assert decode(config, fmt).weight_bytes == sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2"])
+def test_a_step_reads_states_of_recurrent_layers(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from helpers.features import config_of
+
+    config, fmt = config_of(case, tmp_path), FORMATS["float32"]
+    with torch.device("meta"):
+        model = Transformer(config)
+    cost, state = decode(config, fmt), config.recurrence
+    assert state is not None
+    wte = 0 if config.tie_word_embeddings else 4 * config.vocab_size * config.n_embd
+    assert cost.weight_bytes == sum(p.nbytes for p in model.parameters()) - wte
+    per_token = 8 * len(config.kv_layers) * config.kv_dim
+    per_sequence = 4 * len(config.recurrent_layers) * state.num_state
+    assert cost.model.bytes(3, 50) - cost.model.bytes(3, 0) == 3 * 50 * per_token
+    if config.experts is None:
+        assert cost.model.bytes(3, 0) - cost.model.bytes(0, 0) == 3 * per_sequence
+        products = (p for n, p in model.named_parameters() if p.dim() == 2 and not n.endswith((".conv", "wte.weight")))
+        matrices = sum(p.numel() for p in products)
+        per_layer = 3 * 2 * state.key_dim * state.inner_dim + 2 * state.taps * state.num_channels
+        head = config.vocab_size * config.n_embd if config.tie_word_embeddings else 0
+        assert cost.model.flops(1, 0) == 2 * (matrices + head) + len(config.recurrent_layers) * per_layer
+
+
 def test_the_expected_number_of_experts_is_that_of_uniform_routing() -> None:
     generator = torch.Generator().manual_seed(0)
     for count, per_token, tokens in ((8, 2, 1), (8, 2, 4), (60, 4, 16)):

@@ -86,17 +86,25 @@ def _recurrent_shapes(config: ModelConfig, name: str) -> Shapes:
     """Return the parameters of a recurrent layer, whose names begin with `name`."""
     state = config.recurrence
     assert state is not None
-    parameters: Shapes = {f"{name}.conv": (state.num_channels, state.taps)}
-    if state.bias:
-        parameters[f"{name}.conv_bias"] = (state.num_channels,)
-    if state.rule != "conv":
-        parameters |= {f"{name}.{part}": (state.num_heads,) for part in ("a_log", "dt_bias")}
-    if state.rule == "mamba2":
-        parameters[f"{name}.skip_scale"] = (state.num_heads,)
-    if state.rule != "conv":
-        parameters[f"{name}.norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
+    parameters = {f"{name}.{part}": shape for part, shape in recurrent_vectors(config).items()}
     parameters |= _linear(config, f"{name}.c_attn", sum(state.widths), config.n_embd, "qkv")
     return parameters | _linear(config, f"{name}.c_proj", config.n_embd, state.inner_dim, "proj")
+
+
+def recurrent_vectors(config: ModelConfig) -> Shapes:
+    """Return the parameters of a recurrent layer that are no products with tokens."""
+    state = config.recurrence
+    assert state is not None
+    parameters: Shapes = {"conv": (state.num_channels, state.taps)}
+    if state.bias:
+        parameters["conv_bias"] = (state.num_channels,)
+    if state.rule != "conv":
+        parameters |= dict.fromkeys(("a_log", "dt_bias"), (state.num_heads,))
+    if state.rule == "mamba2":
+        parameters["skip_scale"] = (state.num_heads,)
+    if state.rule != "conv":
+        parameters["norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
+    return parameters
 
 
 def _latent_shapes(config: ModelConfig, latent: Latent, name: str) -> Shapes:

@@ -20,20 +20,23 @@ T tokens chooses: E (1 - (1 - k / E)^T) of them on average, if each token choose
 routers prefer some experts, so a step reads fewer.
 
 FLOPs are those of matrix products, 2 per multiply-add, as torch's FLOP counter counts them. Attention scores are
-counted as the whole rectangle of the new tokens and the keys that they read. Bytes are what a step reads: all weights
-once, a tied output head once, and the keys and values that the new tokens attend to, in their stored format.
+counted as the whole rectangle of the new tokens and the keys that they read, and recurrent layers one token after
+another. Bytes are what a step reads: all weights once, a tied output head once, the keys and values that the new tokens
+attend to, in their stored format, and the state of each recurrent layer.
 docs/inference-math.md derives both and says what is left out; tests/roofline/test_roofline.py compares them with counts
 of the real model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.parameters import recurrent_vectors
 from nanoinfer.roofline.formats import WeightFormat
 
 
@@ -217,7 +220,7 @@ def _step(
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     kinds: dict[tuple[int, ...], list[int]] = {}  # layers by what they cost
     for i in range(config.n_layer):
-        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim)
+        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim, int(config.layer(i).recurrent))
         kinds.setdefault((config.layer(i).window or 0, *_layer_weights(config, fmt, i), *sizes), []).append(i)
 
     def experts(num_bytes: int) -> Poly:
@@ -231,8 +234,17 @@ def _step(
         (
             Cost(
                 tokens * (2 * sum(rows * columns for _, rows, columns in _attention_matrices(config, of[0])))
-                + products(w) * (2 * config.at(of[0]).attn_dim),  # q k^T and scores v: 2 products over all heads
-                Poly.of({(0, 0): attention}) + kv_cache_layer(config.at(of[0]), fmt, reach(w)),
+                + (
+                    tokens * _state_products(config)
+                    if config.layer(of[0]).recurrent
+                    else products(w) * (2 * config.at(of[0]).attn_dim)  # q k^T and scores v: 2 products over all heads
+                ),
+                Poly.of({(0, 0): attention})
+                + (
+                    state_layer(config)
+                    if config.layer(of[0]).recurrent
+                    else kv_cache_layer(config.at(of[0]), fmt, reach(w))
+                ),
             ),
             Cost(tokens * (2 * _mlp_weights(config.at(of[0]), expert > 0)), Poly.of({(0, 0): mlp}) + experts(expert)),
             len(of),
@@ -252,6 +264,8 @@ def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int,
     """Return the matrices of a layer's attention: name, rows, columns."""
     C, H, latent = config.n_embd, config.n_head, config.latent
     qkv = ("attn.c_attn", sum(config.qkv_widths(layer)), C)
+    if config.recurrence is not None and config.layer(layer).recurrent:
+        return [qkv, ("attn.c_proj", C, config.recurrence.inner_dim)]
     if latent is None:
         return [qkv, ("attn.c_proj", C, config.at(layer).attn_dim)]
     q_b = [("attn.q_b", H * latent.query_dim, latent.query_rank)] if latent.query_rank else []
@@ -289,8 +303,12 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     qk_norm = {"head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}.get(config.qk_norm, 0)
     if (latent := config.latent) is not None:
         qk_norm = latent.query_rank + latent.rank
+    recurrent = config.layer(layer).recurrent
+    if recurrent:
+        qk_norm = sum(math.prod(shape) for shape in recurrent_vectors(config).values())
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + qk_norm + config.sub_norms * A)
+    vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + config.sub_norms * A)
+    vectors += qk_norm * (1 if recurrent else norm)
     vectors += config.sinks * at.n_head + (sum(widths[:2]) if config.qk_norm == "heads" else 0)
     attention = sum(matrix(*of) for of in _attention_matrices(config, layer)) + vectors * s
     norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
@@ -311,6 +329,20 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s
     return attention, norms + mlp + norm * config.sub_norms * F * s, 0
+
+
+def _state_products(config: ModelConfig) -> int:
+    """Return the FLOPs of a token in a recurrent layer, one token after another: products with the state of a head."""
+    state = config.recurrence
+    assert state is not None
+    products = {"conv": 0, "delta": 3, "mamba2": 2}[state.rule]  # k and q times the state, and what is added to it
+    return 2 * (products * state.key_dim * state.inner_dim + state.taps * state.num_channels)
+
+
+def state_layer(config: ModelConfig) -> Poly:
+    """Return the bytes of the state of one recurrent layer for B sequences."""
+    assert config.recurrence is not None
+    return Poly.of({(1, 0): 4 * config.recurrence.num_state})
 
 
 def kv_cache_layer(config: ModelConfig, fmt: WeightFormat, window: int = 0) -> Poly:

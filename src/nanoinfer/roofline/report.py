@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import Cost, StepCost, kv_cache_layer
+from nanoinfer.roofline.arithmetic import Cost, StepCost, kv_cache_layer, state_layer
 from nanoinfer.roofline.formats import FORMATS, int4
 from nanoinfer.roofline.measure import DEVICES, MEASURE, find_device
 from nanoinfer.roofline.predict import Setting, generation, prompt_length
@@ -113,6 +113,8 @@ def _memory(setting: Setting) -> dict[str, Any]:
     own = [config.at(i) for i in config.kv_layers]  # with keys and values of their own
     layer, *others = (kv_cache_layer(of_layer, fmt) for of_layer in own)
     total = sum(others, layer)
+    for _ in config.recurrent_layers:
+        total += state_layer(config)
     weights = setting.decode.weight_bytes
     # In memory but not read by a step: the lookup tables wpe, per-layer embeddings and, with an untied head, wte.
     if config.learned_positions:
