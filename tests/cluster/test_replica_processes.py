@@ -19,10 +19,11 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
+from helpers.adapters import write_adapter  # noqa: E402
 from helpers.models import TINY, make_folder  # noqa: E402
 from helpers.replica_servers import TIMEOUT, metric, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
-from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer import LLM, LoRARequest, SamplingParams  # noqa: E402
 from nanoinfer.cli.app import run  # noqa: E402
 from nanoinfer.protocols.fields import COMPLETIONS  # noqa: E402
 
@@ -285,3 +286,16 @@ def test_bad_options_are_one_line(capfd: pytest.CaptureFixture[str], arguments: 
     code, text = call(capfd, *arguments)
     assert (code, text.count("\n")) == (2, 1), text
     assert message in text
+
+
+def test_adapters_of_replicas(folder: Path, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a", replace(TINY, block_size=512), seed=1)
+    lora = LoRARequest("a", 1, str(path))
+    llm = LLM(str(folder), enable_lora=True, engine="native")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with serving(folder, "--replicas", "2", "--lora-modules", f"a={path}") as server:
+        for model, adapter in ((None, None), ("a", lora)):
+            fields = {"model": model, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+            (expected,) = llm.generate("To be", params, lora_request=adapter)
+            found = complete(server, "To be", **fields)
+            assert (found["choices"][0]["text"], found["model"]) == (expected.outputs[0].text, model or folder.name)

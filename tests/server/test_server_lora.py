@@ -22,6 +22,7 @@ from helpers.errors import refuses
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanoinfer.batch.run import BatchOptions
+from nanoinfer.cli.app import run
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.serve import check
 from nanoinfer.config import EngineConfig, LLMConfig
@@ -141,3 +142,16 @@ def test_lines_of_a_batch_name_an_adapter(llm: LLM, path: Path, tmp_path: Path) 
     assert records[5]["response"]["body"]["model"] == "a"
     assert records[6]["response"]["status_code"] == 400
     assert records[7]["error"] == "model=3 is not a string"
+
+
+def test_the_command_for_batches_has_adapters(llm: LLM, path: Path, tmp_path: Path) -> None:
+    """It is another batch with another adapter of the same name: its output is not continued."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"prompt": "To be", "model": "a", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    source.write_text(json.dumps(line))
+    command = ["batch", str(source), str(target), "--model", str(path / "base"), "--engine", "static"]
+    assert run([*command, "--lora-modules", modules(path)[0]]) == 0
+    expected = text(llm, named_adapters(modules(path))["a"])
+    assert json.loads(target.read_text())["outputs"][0]["text"] == expected
+    assert run([*command, "--lora-modules", f"a={path / 'b'}"]) == 2
+    assert run([*command, "--lora-modules", "a"]) == 2
