@@ -174,7 +174,8 @@ def test_families_with_gates_shared_heads_and_fused_matrices(
     name: str, gpt_of: Callable[[str], Transformer], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    for case in ("qwen2", "gemma2", "phi3", "gpt_neox", "ernie4_5", "olmo2", "gemma4-shared", "qwen3_moe-mixed"):
+    cases = ["qwen2", "gemma2", "phi3", "gpt_neox", "ernie4_5", "olmo2", "gemma4-shared", "qwen3_moe-mixed"]
+    for case in cases + (["qwen3_5_moe", "lfm2"] if name != "native" else []):  # those have recurrent layers
         gpt = gpt_of(case)
         adapter = make_adapter(tmp_path / case, gpt.config, 4)
         engine = make_engine(name, copy.deepcopy(gpt), enable_lora=True)

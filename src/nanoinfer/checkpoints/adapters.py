@@ -253,8 +253,8 @@ def _parts(recipe: Recipe, updates: Updates, shape: tuple[int, ...]) -> tuple[Lo
                     f" matrix is {[rows, inputs]}: is it an adapter of another base?"
                 )
             own = np.flatnonzero((places >= start) & (places < start + rows))
-            assert own[-1] - own[0] == len(own) - 1, name  # an order permutes rows within heads
-            parts.append(LowRank(np.ascontiguousarray(a), b[places[own] - start], int(own[0])))
+            for run in np.split(own, np.flatnonzero(np.diff(own) != 1) + 1):  # one, or queries and their gates
+                parts.append(LowRank(np.ascontiguousarray(a), b[places[run] - start], int(run[0])))
         start += rows
     return tuple(parts)
 

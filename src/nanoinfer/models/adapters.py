@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.transformer import Transformer
 
 
@@ -78,6 +79,8 @@ class StackedLinear(AdaptedLinear):
     def load(self, adapter: int, a: Tensor, b: Tensor) -> None:
         """Set the factors of an adapter."""
         self.unload(adapter)
+        if len(a) > self.a.shape[1]:
+            raise NanoinferError(f"an adapter has updates of rank {len(a)} together, the limit is {self.a.shape[1]}")
         self.a[adapter, : len(a)] = a
         self.b[adapter, :, : len(a)] = b
 
@@ -110,6 +113,7 @@ def adapt(model: Transformer, targets: tuple[str, ...], stack: tuple[int, int] |
                 if stack is None:
                     setattr(modules[parent], last, AdaptedLinear(linear, step))
                 else:
-                    parts = 3 if name == "attn.c_attn" else 1  # queries, keys and values may have factors of their own
+                    # Queries, keys and values may have factors of their own; so have the parts of recurrent layers.
+                    parts = 1 if name != "attn.c_attn" else 3 if model.config.recurrence is None else 6
                     setattr(modules[parent], last, StackedLinear(linear, step, stack[0], parts * stack[1]))
     return step
