@@ -1,5 +1,5 @@
-// Layer norm, attention in each form of keys and values, and the read of the memory ceiling, on every instruction set
-// of this machine, against double precision.
+// Layer norm, attention in each form of keys and values, the states of recurrent layers, and the read of the memory ceiling, on
+// every instruction set of this machine, against double precision.
 #include <algorithm>
 
 #include "cache.h"
@@ -151,6 +151,72 @@ void test_read(Test& t, const Kernels& k) {
   }
 }
 
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+void test_convolution_and_gates(Test& t, const Kernels& k) {
+  for (const std::int64_t n : {1, 15, 16, 40})
+    for (const bool activated : {false, true}) {
+      const std::int64_t taps = 4, stride = n + 3;
+      const Floats x = random(taps * n, 1), weight = random(taps * stride, 2), bias = random(n, 3);
+      const float* rows[] = {&x[2 * n], &x[0], &x[n], &x[3 * n]};
+      Floats y(n + 1, 7.0f), gated = bias, silu = bias;
+      k.convolve({rows, taps, weight.data(), stride, bias.data(), n, activated, y.data()});
+      t.check(y[n] == 7.0f, "%s: convolution of %lld writes past its result", k.name, (long long)n);
+      k.gate(gated.data(), x.data(), n, Gate::sigmoid);
+      k.gate(silu.data(), x.data(), n, Gate::silu);
+      for (std::int64_t c = 0; c < n; ++c) {
+        double expected = bias[c];
+        for (std::int64_t i = 0; i < taps; ++i) expected += static_cast<double>(rows[i][c]) * weight[i * stride + c];
+        if (activated) expected *= sigmoid(expected);
+        t.check(is_near(y[c], expected, 1e-5, 1e-5), "%s: convolution of %lld, channel %lld is %.9g, must be %.9g", k.name,
+                (long long)n, (long long)c, y[c], expected);
+        t.check(is_near(gated[c], bias[c] * sigmoid(x[c]), 1e-6, 1e-5) &&
+                    is_near(silu[c], bias[c] * x[c] * sigmoid(x[c]), 1e-6, 1e-5),
+                "%s: a gate of %lld, place %lld", k.name, (long long)n, (long long)c);
+      }
+    }
+}
+
+// Columns [first, first + width) of a matrix of which other columns may be in other panels.
+void test_state(Test& t, const Kernels& k, std::int64_t D, std::int64_t width, bool delta) {
+  const std::int64_t first = 3, V = width + 5, T = 6, stride = 2 * D + V + 4;
+  Floats tokens = random(T * stride, 4, 0.5f), matrix = random(D * width, 5), one_by_one = matrix;
+  std::vector<double> state(matrix.begin(), matrix.end());
+  for (std::int64_t i = 0; i < T; ++i) tokens[i * stride + 2 * D + V] = 0.5f + 0.07f * static_cast<float>(i);  // decays
+  Floats y(T * (width + 2), 7.0f), last(width);
+  StateUpdate update{matrix.data(), D, V, first, width, delta, /*skip=*/0.3f, tokens.data(), T, stride, y.data(), width + 2};
+  k.update_state(update);
+  update.matrix = one_by_one.data();
+  update.y = nullptr;
+  update.num_tokens = T - 1;
+  k.update_state(update);
+  update.tokens += (T - 1) * stride;
+  update.y = last.data();
+  update.num_tokens = 1;
+  k.update_state(update);
+  t.check(same_bits(one_by_one.data(), matrix.data(), D * width) && same_bits(last.data(), &y[(T - 1) * (width + 2)], width),
+          "%s: a state of %lld x %lld depends on the tokens of a call", k.name, (long long)D, (long long)width);
+  for (std::int64_t i = 0; i < T; ++i)
+    for (std::int64_t c = 0; c < width; ++c) {
+      const float *q = &tokens[i * stride], *key = q + D, *v = key + D + first, *gates = key + D + V;
+      double found = 0, expected = 0.3f * static_cast<double>(v[c]);
+      for (std::int64_t d = 0; d < D; ++d) found += gates[0] * state[d * width + c] * key[d];
+      const double u = gates[1] * (v[c] - (delta ? found : 0));
+      for (std::int64_t d = 0; d < D; ++d) {
+        double& s = state[d * width + c];
+        s = gates[0] * s + key[d] * u;
+        expected += s * q[d];
+      }
+      t.check(is_near(y[i * (width + 2) + c], expected, 1e-3, 1e-4), "%s: state of %lld x %lld, token %lld: %.9g, must be %.9g",
+              k.name, (long long)D, (long long)width, (long long)i, y[i * (width + 2) + c], expected);
+    }
+  t.check(std::all_of(state.begin(), state.end(), [](double x) { return std::fabs(x) < 1e3; }), "the test's state grows");
+  for (std::int64_t i = 0; i < D * width; ++i)
+    t.check(is_near(matrix[i], state[i], 1e-3, 1e-4), "%s: state of %lld x %lld, place %lld", k.name, (long long)D,
+            (long long)width, (long long)i);
+  t.check(y[width] == 7.0f, "%s: outputs of a state of %lld x %lld are too wide", k.name, (long long)D, (long long)width);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -158,12 +224,16 @@ int main(int argc, char** argv) {
   for (const Kernels* k : kernels_to_test()) {
     test_layer_norm(t, *k);
     test_read(t, *k);
+    test_convolution_and_gates(t, *k);
+    for (const std::int64_t D : {1, 7, 16})
+      for (const std::int64_t width : {1, 10, 16, 20, 32})
+        for (const bool delta : {false, true}) test_state(t, *k, D, width, delta);
     for (const CacheType type : kCaches) {
       for (const std::int64_t D : {1, 8, 16, 24, 64, 80, 128})
         for (const std::int64_t T : {1, 15, 16, 17, 33, 100, 150}) test_attention(t, *k, type, D, T);
       test_attention_and_nan(t, *k, type);
     }
-    std::printf("layer norm, attention and read on %s\n", k->name);
+    std::printf("layer norm, attention, states and read on %s\n", k->name);
   }
   return t.result();
 }

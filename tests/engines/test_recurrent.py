@@ -17,6 +17,7 @@ from helpers.engines import make_engine, naive_greedy
 from helpers.families import make_folder
 from helpers.models import submit
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig
@@ -39,7 +40,7 @@ RULES = {
     "conv": Recurrence("conv", 3, 1, 40),
     "mamba2": Recurrence("mamba2", 4, 6, 16, 2, 8, bias=True),
 }
-RUNGS = ("dynamic", "static", "paged", "cuda_graph")
+RUNGS = ("dynamic", "static", "paged", "cuda_graph", "native")
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 COMMON = [(5 * i * i + 3 * i) % 61 for i in range(50)]
 
@@ -152,7 +153,7 @@ def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ["static", "paged"])
+@pytest.mark.parametrize("engine", ["static", "paged", "native"])
 def test_requests(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
     """Chunked prompts, samples, beams, windows that slide, speculation and preemption give the tokens of recompute."""
     reference, llm, drafted = (
@@ -173,6 +174,20 @@ def test_requests(engine: str, case: str, folder_of: Callable[[str], Path]) -> N
     beams = BeamSearchParams(3, max_tokens=8)
     best = [[[s.token_ids for s in r.sequences] for r in x.beam_search(prompts[:2], beams)] for x in (reference, llm)]
     assert best[0] == best[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_folder_gives_the_same_tokens(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+    weights = open_folder(folder_of(case))
+    packed.write_folder(weights, tmp_path / "packed", "int8", None, threads=1)
+    assert replace(packed.open_folder(tmp_path / "packed").config, bos_token_id=None) == replace(
+        weights.config, bos_token_id=None
+    )
+    options = {"engine": "native", "quantization": "int8"}
+    original, found = (LLM(str(folder), **options) for folder in (folder_of(case), tmp_path / "packed"))
+    expected, tokens = (llm.generate([{"prompt_token_ids": COMMON}], GREEDY)[0].outputs for llm in (original, found))
+    assert tokens[0].token_ids == expected[0].token_ids
 
 
 def test_a_conversation_shares_the_states_of_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,10 @@ def tokens(n: int, seed: int) -> list[int]:
     return [rng.randrange(V) for _ in range(n)]
 
 
-def engine_of(weights: Weights, **options: object) -> NativeEngine:
-    limits = EngineLimits(max_num_seqs=8, block_size=weights.config.block_size, max_num_cached_tokens=8 * 32)
+def engine_of(
+    weights: Weights, max_num_cached_tokens: int = 8 * 32, num_states: int = 0, **options: object
+) -> NativeEngine:
+    limits = EngineLimits(8, weights.config.block_size, max_num_cached_tokens, num_states=num_states)
     return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
 
 

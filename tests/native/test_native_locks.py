@@ -138,6 +138,7 @@ WAITING = {
     "blocks_free": Case(lambda s: s.decoder.blocks_free < LENGTH // 16, True),
     "blocks_total": Case(lambda s: s.decoder.blocks_total, 2 * LENGTH // 16),
     "cache_bytes": Case(lambda s: s.decoder.cache_bytes, 2 * LENGTH * 2 * 2 * 128 * 4),
+    "state_bytes": Case(lambda s: s.decoder.state_bytes, 0),
     "weight_bytes": Case(lambda s: s.decoder.weight_bytes > 2 * 12 * 128 * 128, True),
 }
 AT_ONCE: dict[str, Callable[[], Any]] = {
@@ -147,6 +148,9 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     ],
     "LayerShape": lambda: [
         setattr(s := _native.LayerShape(), name, getattr(s, name)) for name in public(_native.LayerShape)
+    ],
+    "StateShape": lambda: [
+        setattr(s := _native.StateShape(), name, getattr(s, name)) for name in public(_native.StateShape)
     ],
     "ReadBuffer": lambda: _native.ReadBuffer(num_bytes=1 << 16, threads=POOL),
     "SampleOptions": lambda: _native.SampleOptions(uniform=0.5, prompt_ids=[1, 2]),
@@ -190,7 +194,7 @@ def bindings() -> set[str]:
     """Return the functions, classes and methods of the extension. The attributes of options are in one case."""
     found = {name for name in dir(_native) if not name.startswith("_")}
     classes = {name: kind for name in found if inspect.isclass(kind := getattr(_native, name))}
-    del classes["DecoderOptions"], classes["LayerShape"]
+    del classes["DecoderOptions"], classes["LayerShape"], classes["StateShape"]
     return found | {f"{name}.{method}" for name, kind in classes.items() for method in public(kind)}
 
 

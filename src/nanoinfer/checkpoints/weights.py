@@ -94,8 +94,9 @@ POSITIONS = "transformer.wpe.weight"
 
 
 def has_format(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a matrix in one of engine native's formats: routers are float32, as vectors are."""
-    return len(shape) == 2 and name != POSITIONS and not name.endswith((".router.weight", ".shared_gate.weight"))
+    """Return whether a tensor is a matrix in one of engine native's formats: routers and convolutions are float32."""
+    others = (".router.weight", ".shared_gate.weight", ".attn.conv")
+    return len(shape) == 2 and name != POSITIONS and not name.endswith(others)
 
 
 _NOT_WEIGHTS = re.compile(

@@ -56,8 +56,6 @@ class NativeEngine(Sequences):
     def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         from nanoinfer._native import Decoder
 
-        if weights.config.recurrence is not None:
-            raise NanoinferError("engine native has no kernel for recurrent layers: use engine=static or engine=paged")
         super().__init__(weights.config, limits, config)
         try:
             options = decoder_options(weights, limits, config)
@@ -115,6 +113,7 @@ class NativeEngine(Sequences):
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
                 **self._adapters_of(batch),
+                **self._states_of(batch),
             )
         except IndexError as e:  # the pool has too few free blocks; `_check` has checked all else
             raise NanoinferError(str(e)) from None
@@ -128,6 +127,12 @@ class NativeEngine(Sequences):
         """Return the decoder's argument for the adapters of a step, none if no sequence has one."""
         numbers = [self._adapter_of[h] for h in batch.handles]
         return {"adapters": numbers} if any(numbers) else {}
+
+    def _states_of(self, batch: StepBatch) -> dict[str, Any]:
+        """Return the decoder's arguments for the states of a step, none if no layer is recurrent."""
+        if self.states is None:
+            return {}
+        return dict(zip(("copies", "states"), self.states.step(batch.handles, batch.num_new), strict=True))
 
     def _load_adapter(self, number: int, adapter: Adapter) -> None:
         for name, updates in adapter.updates.items():
@@ -216,6 +221,11 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
             latent.rank, latent.rotary_dim, latent.plain_dim, latent.value_dim,
         )  # fmt: skip
         options.latent_query_rank, options.latent_epsilon = latent.query_rank, latent.norm_epsilon
+    if model.attention_gate:
+        options.attention_gate = True
+    if model.recurrence is not None:
+        options.rule, options.num_states = model.recurrence.rule, limits.num_states
+        options.recurrence = _state_shape(model)
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):
@@ -231,6 +241,16 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
+
+
+def _state_shape(model: ModelConfig) -> Any:
+    """Return the sizes of a layer's state for the C++ decoder."""
+    from nanoinfer._native import StateShape
+
+    shape = StateShape()
+    for name in ("taps", "num_heads", "value_dim", "num_key_heads", "key_dim"):
+        setattr(shape, name, getattr(model.recurrence, name))
+    return shape
 
 
 def _reads_from_disk(weights: PackedWeights) -> bool:
@@ -266,4 +286,6 @@ def _layer_shape(model: ModelConfig, layer: int) -> Any:
         setattr(shape, name, getattr(model.at(layer), name))
     shape.kv_layer = -1 if kind.kv_layer is None else kind.kv_layer
     shape.num_projections, shape.value_norm, shape.scaled = kind.num_projections, kind.value_norm, kind.scaled
+    if kind.recurrent:
+        shape.recurrent = True
     return shape

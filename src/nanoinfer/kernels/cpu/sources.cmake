@@ -75,7 +75,7 @@ function(add_cpu_sources target)
   set(MODEL ${CPU}/model)
   target_sources(${target} PRIVATE
     ${MODEL}/decoder.cpp ${MODEL}/forward.cpp ${MODEL}/experts.cpp ${MODEL}/latent.cpp ${MODEL}/per_layer.cpp ${MODEL}/adapters.cpp
-    ${MODEL}/cache.cpp
+    ${MODEL}/cache.cpp ${MODEL}/recurrent.cpp
     ${CPU}/kernels/format.cpp ${CPU}/kernels/isa.cpp ${CPU}/sampler/sampler.cpp ${CPU}/sampler/sampler_passes.cpp)
   target_include_directories(${target} PUBLIC ${CPU}/kernels ${MODEL} ${CPU}/sampler)
   # Nor in packing, where compilers for Arm fuse by default: a weight file is packed to the same bytes everywhere.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import Experts, LayerKind, ModelConfig
 from nanoinfer.models.families import experts
-from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.families.fields import Fields, rope_fields
 from nanoinfer.models.families.llama import LLAMA, QK_NORM
 from nanoinfer.recurrence import Recurrence
 from nanoinfer.utils.checks import show
@@ -37,6 +37,18 @@ def _read_qwen3_5(f: Fields, config: ModelConfig) -> dict[str, Any]:
     layers = _layers(f, config, "linear_attention", default, share=("partial_rotary_factor", 0.25))
     state = Recurrence("delta", **sizes, bias=False)
     return {"layers": tuple(layers), "recurrence": state if any(kind.recurrent for kind in layers) else None}
+
+
+def _write_layers(config: ModelConfig, recurrent: str) -> dict[str, Any]:
+    types = [recurrent if config.layer(i).recurrent else "full_attention" for i in range(config.n_layer)]
+    return rope_fields(config) | {"layer_types": types}
+
+
+def _write_qwen3_5(config: ModelConfig) -> dict[str, Any]:
+    state, rotary = config.recurrence, next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
+    sizes = {f"linear_{theirs}": getattr(state, ours) for ours, (theirs, _) in _SIZES.items()} if state else {}
+    share = {"partial_rotary_factor": rotary.dim / config.head_dim} if rotary is not None else {}
+    return _write_layers(config, "linear_attention") | sizes | share
 
 
 _SIZES = {
@@ -76,6 +88,7 @@ QWEN3_5 = LLAMA.derive(
     only={"attention_bias": (False, None)},
     harmless=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
     read_layers=_read_qwen3_5,
+    write_layers=_write_qwen3_5,
     recurrent=_IN_PROJ,
     order=_gate_last,
     from_stored=_without_drafts,
@@ -96,6 +109,12 @@ def _read_qwen3_5_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
     return experts.with_experts(_read_qwen3_5(f, config), mixture)
 
 
+def _write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    fields = experts.width_fields(config, count="num_experts", width="moe_intermediate_size")
+    return _write_qwen3_5(config) | fields | {"shared_expert_intermediate_size": config.experts.shared_width}
+
+
 QWEN3_5_MOE = QWEN3_5.derive(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
@@ -106,6 +125,7 @@ QWEN3_5_MOE = QWEN3_5.derive(
     only={"attention_bias": (False, None)},
     harmless=(*QWEN3_5.harmless, *experts.HARMLESS),
     read_layers=_read_qwen3_5_moe,
+    write_layers=_write_qwen3_5_moe,
     recurrent=_IN_PROJ,
     order=_gate_last,
     fused=experts.STACKED,
@@ -135,6 +155,11 @@ def _read_lfm2(f: Fields, config: ModelConfig) -> dict[str, Any]:
             "tie_word_embeddings": tied}  # fmt: skip
 
 
+def _write_lfm2(config: ModelConfig) -> dict[str, Any]:
+    taps = {"conv_L_cache": config.recurrence.taps} if config.recurrence else {}
+    return _write_layers(config, "conv") | taps | {"block_ff_dim": config.mlp_dim, "block_auto_adjust_ff_dim": False}
+
+
 LFM2 = LLAMA.derive(
     "lfm2",
     "Lfm2ForCausalLM",
@@ -152,6 +177,7 @@ LFM2 = LLAMA.derive(
               "use_pos_enc", "theta"),
     fixed={"norm": "rms", "gated_mlp": True, "learned_positions": False, "qk_norm": "head", "activation": "silu"},
     read_layers=_read_lfm2,
+    write_layers=_write_lfm2,
     recurrent={"attn.c_attn": "conv.in_proj", "attn.c_proj": "conv.out_proj", "attn.conv": "conv.conv.weight"},
     from_stored=_without_drafts,
     written=False,

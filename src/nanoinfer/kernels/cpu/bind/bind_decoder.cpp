@@ -37,7 +37,7 @@ using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 // The options as Python sets them, one attribute each, with names for the enumerations. Decoder checks the values.
 struct Settings : DecoderShape, DecoderOptions {
   std::string activation = "gelu_new", norm_name = "layer", norm_weight_name = "plain", norm_placement = "before";
-  std::string qk_norm = "none", weights_name, cache_name;
+  std::string qk_norm = "none", rule = "none", weights_name, cache_name;
   std::unordered_map<std::string, std::vector<std::pair<std::string, std::int64_t>>> format_names;
 };
 
@@ -59,6 +59,8 @@ void read_names(const Settings& given, DecoderShape& shape) {
   using enum QueryKeyNorm;
   shape.qk_norm = by_name<QueryKeyNorm>("qk_norm", given.qk_norm,
                                         {{"none", none}, {"head", head}, {"heads", heads}, {"whole", whole}});
+  shape.recurrence.rule = by_name<Rule>("rule", given.rule, {{"none", Rule::none}, {"conv", Rule::conv},
+                                                             {"delta", Rule::delta}, {"mamba2", Rule::mamba2}});
 }
 
 // A decoder with a lock: Python threads may call it concurrently. A thread that has to wait, for the lock or for what
@@ -115,6 +117,7 @@ void copy_hidden(const Decoder& decoder, Writable& out) {
   std::copy(from.begin(), from.end(), out.data());
 }
 
+using Pairs = std::vector<std::pair<std::int64_t, std::int64_t>>;
 using Places = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // The panels of a matrix (out, in), padded to 64 bytes, and for int8 a scale for each output of a panel.
@@ -187,7 +190,12 @@ void bind_decoder(nb::module_& m) {
       .def(nb::init<>())
 #define NI_FIELD(name) .def_rw(#name, &LayerShape::name)
       NI_FIELD(n_head) NI_FIELD(n_kv_head) NI_FIELD(head_dim) NI_FIELD(mlp_dim) NI_FIELD(kv_layer)
-      NI_FIELD(num_projections) NI_FIELD(value_norm) NI_FIELD(scaled);
+      NI_FIELD(num_projections) NI_FIELD(value_norm) NI_FIELD(scaled) NI_FIELD(recurrent);
+#undef NI_FIELD
+  nb::class_<StateShape>(m, "StateShape", "The states of recurrent layers: nanoinfer.recurrence.Recurrence without its rule.")
+      .def(nb::init<>())
+#define NI_FIELD(name) .def_rw(#name, &StateShape::name)
+      NI_FIELD(taps) NI_FIELD(num_heads) NI_FIELD(value_dim) NI_FIELD(num_key_heads) NI_FIELD(key_dim);
 #undef NI_FIELD
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())
@@ -202,9 +210,9 @@ void bind_decoder(nb::module_& m) {
       NI_FIELD(experts_beside) NI_FIELD(corrected_experts) NI_FIELD(expert_groups) NI_FIELD(groups_per_token)
       NI_FIELD(group_top) NI_FIELD(sparse) NI_FIELD(layers) NI_FIELD(per_layer_dim) NI_FIELD(latent_rank)
       NI_FIELD(latent_turned) NI_FIELD(latent_plain) NI_FIELD(latent_value) NI_FIELD(latent_query_rank)
-      NI_FIELD(latent_epsilon) NI_FIELD(attention_scale) NI_FIELD(sinks) NI_FIELD(attention_softcap)
+      NI_FIELD(latent_epsilon) NI_FIELD(attention_scale) NI_FIELD(attention_gate) NI_FIELD(sinks) NI_FIELD(attention_softcap)
       NI_FIELD(logits_softcap) NI_FIELD(windows) NI_FIELD(rotary) NI_FIELD(frequencies) NI_FIELD(rotary_factors)
-      NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
+      NI_FIELD(recurrence) NI_FIELD(rule) NI_FIELD(num_states) NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
 #undef NI_FIELD
       .def_rw("tie_word_embeddings", &Settings::tied)
       .def_rw("norm", &Settings::norm_name)
@@ -306,16 +314,16 @@ void bind_decoder(nb::module_& m) {
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
              std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits,
-             std::vector<std::int64_t> adapters) {
+             std::vector<std::int64_t> adapters, Pairs copies, Pairs states) {
             const Step step{std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits),
-                            std::move(adapters)};
+                            std::move(adapters), std::move(copies), std::move(states)};
             d.computed([&](Decoder& x) { extend(x, step, logits); });
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and discarded
-          "adapters"_a = std::vector<std::int64_t>(),
+          "adapters"_a = std::vector<std::int64_t>(), "copies"_a = Pairs(), "states"_a = Pairs(),
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows."
-          " adapters: that of each sequence, 0: none.")
+          " adapters: that of each sequence, 0: none. copies, states: what nanoinfer.kv.states.StatePool.step returns.")
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
@@ -343,6 +351,7 @@ void bind_decoder(nb::module_& m) {
                    [](Guarded& d) {
                      return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().block_bytes(); });
                    })
+      .def_prop_ro("state_bytes", [](Guarded& d) { return d.locked([](Decoder& x) { return x.state_bytes(); }); })
       .def_prop_ro("weight_bytes", [](Guarded& d) { return d.locked([](Decoder& x) { return x.weight_bytes(); }); });
 }
 

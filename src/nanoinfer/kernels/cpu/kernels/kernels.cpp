@@ -25,6 +25,7 @@ namespace NANOINFER_ISA {
 #include "attention.h"
 #include "low_rank.h"
 #include "peak.h"
+#include "recurrent.h"
 
 // The memory ceiling --------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
 #define NI_TEXT(name) NI_TEXT_OF(name)
 extern const Kernels kKernels;
 const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), kBlockRows, matmul, prepare, norm, rotate, store_kv, attention, read,
-                          peak, project, expand};
+                          peak, project, expand, convolve, gate, update_state};
 
 }  // namespace NANOINFER_ISA
 }  // namespace nanoinfer

@@ -108,6 +108,36 @@ struct LowRankRows {
   std::int64_t y_stride;
 };
 
+// A causal convolution of `count` channels, each of which has `taps` weights, for one token: rows[i] has the inputs of the token
+// that is taps - 1 - i tokens before it.
+struct Convolution {
+  const float* const* rows;
+  std::int64_t taps;
+  const float* weight;               // (taps, stride), `count` used
+  std::int64_t stride;
+  const float* bias;                 // (count)
+  std::int64_t count;
+  bool activated;                    // whether y becomes silu(y)
+  float* y;                          // (count)
+};
+
+// What y is multiplied by: 1 / (1 + e^-z), or z times that.
+enum class Gate : int { sigmoid, silu };
+
+// Tokens that update the columns from `first` on of the matrix of a head, S: the formulas of nanoinfer/models/recurrent.py. Columns
+// do not depend on each other.
+struct StateUpdate {
+  float* matrix;                     // (key_dim, width)
+  std::int64_t key_dim, value_dim;
+  std::int64_t first, width;         // width: at most kPanel
+  bool delta;                        // u = rate * (v - decay * S^T k); else u = rate * v
+  float skip;                        // y = S^T q + skip * v
+  const float* tokens;               // (num_tokens, token_stride): q, k, v, decay, rate
+  std::int64_t num_tokens, token_stride;
+  float* y;                          // (num_tokens, y_stride), `width` written; null: no outputs
+  std::int64_t y_stride;
+};
+
 // One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
 // own position, the last `window` of them, with `group` heads of queries each.
 struct AttentionTask {
@@ -159,6 +189,11 @@ struct Kernels {
   void (*project)(const LowRank& u, const LowRankRows& rows);
   // y += B t, in panels [begin, end) of the matrix.
   void (*expand)(const LowRank& u, const LowRankRows& rows, std::int64_t begin, std::int64_t end);
+  void (*convolve)(const Convolution& c);
+  // y[0:n] *= the gate of z[0:n].
+  void (*gate)(float* y, const float* z, std::int64_t n, Gate kind);
+  // Compute the tokens one after the other; the matrix is then that after the last.
+  void (*update_state)(const StateUpdate& s);
 };
 
 }  // namespace nanoinfer

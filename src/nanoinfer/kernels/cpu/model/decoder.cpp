@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "packing.h"
+#include "recurrent.h"
 
 namespace nanoinfer {
 
@@ -67,6 +68,28 @@ void check_layer(const DecoderShape& s, std::int64_t index) {
   require(of < index && s.layers[of].kv_layer < 0 && s.layers[of].n_kv_head == l.n_kv_head &&
               s.layers[of].head_dim == l.head_dim,
           "kv_layer must be an earlier layer with the same heads of keys: " + str(of));
+}
+
+void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
+  const StateShape& r = s.recurrence;
+  const bool any = std::any_of(s.layers.begin(), s.layers.end(), [](const LayerShape& l) { return l.recurrent; });
+  require(any == (r.rule != Rule::none), "recurrence must have a rule if a layer is recurrent, and none otherwise");
+  require(!s.attention_gate || (!s.latent_rank && std::all_of(s.layers.begin(), s.layers.end(), [](const LayerShape& l) {
+            return l.num_projections == 3;
+          })), "attention_gate needs keys and values in all layers, and no latent attention");
+  if (!any) return;
+  require(!s.latent_rank && !s.sub_norms && !s.rounded_inputs, "recurrent layers have no latents, sub_norms or rounded_inputs");
+  require(r.taps >= 2 && r.taps <= 64, "taps of a convolution are out of range: " + str(r.taps));
+  check_size("num_states", o.num_states);
+  check_size("heads of a state", r.num_heads);
+  check_size("values of a state", r.value_dim);
+  check_size("heads of keys of a state", r.num_key_heads, r.rule != Rule::conv);
+  check_size("width of the keys of a state", r.key_dim, r.rule != Rule::conv);
+  require(r.rule != Rule::conv || (r.num_heads == 1 && !r.key_dim && !r.num_key_heads), "a state of rule conv has no keys");
+  require(!r.num_key_heads || r.num_heads % r.num_key_heads == 0,
+          str(r.num_heads) + " heads of a state are no multiple of " + str(r.num_key_heads) + " of keys");
+  check_size("the projections of a recurrent layer", r.width());
+  check_size("the state of a layer", r.num_state());
 }
 
 void check(const DecoderShape& s, const DecoderOptions& o) {
@@ -135,6 +158,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
       require(l.n_head == s.n_head && l.n_kv_head == 1 && l.head_dim == s.head_dim && l.num_projections == 3 && !l.value_norm,
               "latent attention needs the same heads in all layers");
   }
+  check_recurrence(s, o);
   for (const std::int64_t one : s.sparse)
     require(one == 0 || (one == 1 && s.num_experts), "sparse must be 0, or 1 in a model with experts: " + str(one));
   require(s.frequencies.size() <= 16, "there are more than 16 frequencies");
@@ -147,7 +171,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
 std::vector<LayerHeads> heads_of(const DecoderShape& s) {
   std::vector<LayerHeads> heads;
   for (std::int64_t i = 0; i < s.n_layer; ++i)
-    heads.push_back({s.layers[i].n_kv_head, s.layers[i].head_dim, s.layers[i].kv_layer < 0 ? i : s.layers[i].kv_layer});
+    heads.push_back({s.layers[i].recurrent ? 0 : s.layers[i].n_kv_head, s.layers[i].head_dim, s.layers[i].kv_layer < 0 ? i : s.layers[i].kv_layer});
   return heads;
 }
 
@@ -169,7 +193,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
       kernels_(kernels_for(options.isa)),
       cache_(options.cache, heads_of(model_.shape), (options.max_num_cached_tokens + kBlock - 1) / kBlock),
       threads_(ThreadPool::shared(options.threads)),
-      pass_(model_, kernels_, cache_, options.threads) {
+      pass_(model_, kernels_, cache_, options.threads, options.num_states) {
   const DecoderShape& shape = model_.shape;
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
@@ -200,10 +224,15 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
     layer.sinks.resize(l.n_head);
     slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = l.n_head};
   }
-  add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : q + (l.num_projections - 1) * kv, C);
-  if (s.latent_rank) add_latent(prefix + "attn.", layer);
-  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
-  if (s.qk_norm != QueryKeyNorm::none) {
+  if (l.recurrent) {
+    add_recurrent(prefix + "attn.", layer);
+  } else {
+    const std::int64_t projected = (1 + s.attention_gate) * q + (l.num_projections - 1) * kv;
+    add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : projected, C);
+    if (s.latent_rank) add_latent(prefix + "attn.", layer);
+    add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
+  }
+  if (s.qk_norm != QueryKeyNorm::none && !l.recurrent) {
     const bool shared = s.qk_norm == QueryKeyNorm::head;
     add_norm(prefix + "attn.q_norm", layer.q_norm, shared ? l.head_dim : q);
     if (l.num_projections > 1) add_norm(prefix + "attn.k_norm", layer.k_norm, shared ? l.head_dim : kv);
@@ -359,6 +388,11 @@ void Decoder::load(const std::string& name, const Stored& values) {
     read_rows(values, 0, values.rows, slot.vector);
     if (slot.offset != 0)
       for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
+    if (slot.transposed) {
+      const std::vector<float> given(slot.vector, slot.vector + values.rows * values.columns);
+      for (std::int64_t i = 0; i < values.rows; ++i)
+        for (std::int64_t j = 0; j < values.columns; ++j) slot.vector[j * values.rows + i] = given[i * values.columns + j];
+    }
   } else if (slot.panels) {
     Matrix& m = *slot.matrix;
     require(packs_floats(m.type, m.in), "tensor '" + name + "' must be given as blocks");
@@ -419,6 +453,7 @@ std::int64_t Decoder::check(const Step& s) const {
   for (const std::int64_t adapter : s.adapters)
     if (s.adapters.size() != n || (adapter != 0 && !pass_.has_adapter(adapter)))
       throw std::invalid_argument("adapter " + str(adapter) + " is not loaded, or not every handle has one");
+  check_states(s);
   std::int64_t total = 0, logits = 0, blocks = 0;
   std::unordered_set<std::int64_t> seen;
   for (std::size_t i = 0; i < n; ++i) {
@@ -447,16 +482,37 @@ std::int64_t Decoder::check(const Step& s) const {
   return logits;
 }
 
+void Decoder::check_states(const Step& s) const {
+  const std::int64_t rows = pass_.states() ? pass_.states()->num_rows() : 0;
+  const auto has = [rows](std::int64_t row, std::int64_t low) { return row >= low && row <= rows; };
+  require(s.states.size() == (rows ? s.handles.size() : 0), "a step needs a state for each handle if layers are recurrent");
+  std::unordered_set<std::int64_t> seen;
+  for (const auto& [row, pending] : s.states)
+    require(has(row, 1) && seen.insert(row).second && pending >= 0 && pending <= kMaxPending,
+            "state " + str(row) + " is out of range or appears twice, or its number of pending tokens is: " + str(pending));
+  for (const auto& [from, to] : s.copies)
+    require(has(from, 0) && has(to, 1), "states to copy are out of range: " + str(from) + " to " + str(to));
+}
+
+std::size_t Decoder::state_bytes() const { return pass_.states() ? pass_.states()->row_bytes() : 0; }
+
 void Decoder::extend(const Step& step, float* logits) {
   ThreadPool& threads = ThreadPool::current(threads_);
   std::vector<Row> rows;
   rows.reserve(step.token_ids.size());
   std::int64_t logit = 0;
+  for (const auto& [from, to] : step.copies) pass_.states()->copy(from, to);
   for (std::size_t i = 0; i < step.handles.size(); ++i) {
     const std::int64_t start = cache_.length(step.handles[i]), n = step.num_new[i];
     for (std::int64_t j = 0; j < n; ++j)
       rows.push_back({step.handles[i], step.token_ids[rows.size()], start + j,
                       j >= n - step.num_logits[i] ? logit++ : -1, step.adapters.empty() ? 0 : step.adapters[i]});
+    for (std::int64_t j = 0; j < n && !step.states.empty(); ++j) {
+      Row& row = rows[rows.size() - n + j];
+      row.state = step.states[i].first;
+      row.num_pending = j ? 0 : step.states[i].second;
+      row.few = n <= kMaxPending;
+    }
     cache_.append(step.handles[i], n);  // no other code advances positions
   }
   pass_.run(threads, rows, logits, logits_stride());

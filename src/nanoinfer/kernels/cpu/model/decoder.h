@@ -20,6 +20,7 @@ struct DecoderOptions {
   WeightType weights = WeightType::f32;
   CacheType cache = CacheType::f32;
   std::int64_t max_num_cached_tokens = 0;  // rounded up to whole blocks
+  std::int64_t num_states = 0;  // rows of states of recurrent layers, beside that of zeros
   int threads = 1;
   std::string isa;          // "": the fastest supported one
   bool packed = false;      // panels are not packed here: `load_packed` refers to them
@@ -31,6 +32,9 @@ struct DecoderOptions {
 struct Step {
   std::vector<std::int64_t> handles, token_ids, num_new, num_logits;
   std::vector<std::int64_t> adapters;  // of each sequence, 0: none; empty: no sequence has one
+  // Of a model with recurrent layers (nanoinfer.kv.states.StatePool.step): rows of states to copy before, from and to; and each
+  // sequence's row, and the tokens that are pending in it.
+  std::vector<std::pair<std::int64_t, std::int64_t>> copies, states;
 };
 
 class Decoder {
@@ -65,6 +69,7 @@ class Decoder {
   int threads() const { return threads_->size(); }
   std::int64_t logits_stride() const;  // vocab_size, padded to whole panels
   std::size_t weight_bytes() const { return panel_bytes_ + router_bytes_ + vector_floats_ * sizeof(float); }
+  std::size_t state_bytes() const;  // of a row, 0: no layer is recurrent
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
 
   // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
@@ -89,6 +94,7 @@ class Decoder {
     bool optional = false;           // biases, which are zero if the checkpoint has none
     bool given = false;
     float offset = 0;                // added to the values
+    bool transposed = false;         // whether they are kept as (columns, rows)
   };
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);
   void add_part(const std::string& name, Matrix& m, WeightType type, std::int64_t out, std::int64_t in);
@@ -97,12 +103,14 @@ class Decoder {
   void add_layer(const std::string& prefix, std::int64_t index);
   void add_layer_inputs();
   void add_after(const std::string& prefix, LayerWeights& layer, bool scaled);
+  void add_recurrent(const std::string& prefix, LayerWeights& layer);  // recurrent.cpp
   void add_latent(const std::string& prefix, LayerWeights& layer);  // latent.cpp
   void add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void add_experts(const std::string& prefix, LayerWeights& layer);
   void add_beside(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
+  void check_states(const Step& step) const;
 
   decltype(DecoderOptions::formats) formats_;
   ModelWeights model_;

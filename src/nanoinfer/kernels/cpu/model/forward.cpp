@@ -7,6 +7,7 @@
 #include "experts.h"
 #include "format.h"
 #include "latent.h"
+#include "recurrent.h"
 
 namespace nanoinfer {
 
@@ -19,7 +20,8 @@ std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel;
 
 }  // namespace
 
-ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
+ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads,
+                         std::int64_t num_states)
     : model_(model),
       kernels_(kernels),
       cache_(cache),
@@ -27,10 +29,12 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
       max_rows_(kernels.block_rows && model.shape.num_experts == 0 ? kMaxRowsApart : kMaxRows) {
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
-  std::int64_t qkv_dim = 0, head_dim = 0, attn_dim = s.values_dim();  // the largest of all layers
+  const bool recurrent = s.recurrence.rule != Rule::none;
+  std::int64_t qkv_dim = recurrent ? s.recurrence.width() : 0, head_dim = 0;  // the largest of all layers
+  std::int64_t attn_dim = std::max(s.values_dim(), s.recurrence.inner_dim());
   std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
   for (const LayerShape& l : s.layers) {
-    qkv_dim = std::max(qkv_dim, l.attn_dim() + 2 * l.kv_dim());
+    qkv_dim = std::max(qkv_dim, (1 + s.attention_gate) * l.attn_dim() + 2 * l.kv_dim());
     attn_dim = std::max(attn_dim, l.attn_dim());
     mlp_dim = std::max(mlp_dim, l.mlp_dim);
     head_dim = std::max(head_dim, l.head_dim);
@@ -61,6 +65,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
   if (s.latent_rank) latent_ = std::make_unique<LatentHeads>(s, max_rows_);
   if (s.num_experts) mixture_ = std::make_unique<Mixture>(s);
+  if (recurrent) states_ = std::make_unique<RecurrentLayers>(s, num_states, num_threads);
   spent_.resize(num_threads);
   if (s.per_layer_dim == 0) return;
   inputs_stride_ = row_stride(s.n_layer * s.per_layer_dim);
@@ -75,10 +80,11 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
-  for (std::int64_t row = 0; row < total; row += max_rows_) {
-    const std::int64_t count = std::min(max_rows_, total - row);
+  for (std::int64_t row = 0, count; row < total; row += count) {
+    count = std::min(max_rows_, total - row);
+    const bool last = row + count == total;
+    while (!last && rows[row + count].few && rows[row + count].handle == rows[row + count - 1].handle) --count;
     select(rows.data() + row, count);
-    const bool last = row + max_rows_ >= total;
     phases_.clear();
     row_steps_.clear();
     embed();
@@ -175,6 +181,7 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
   const bool apart = max_rows_ == kMaxRowsApart && count >= num_threads_ * kLeastBlockRows;
   block_rows_ = apart ? std::min(kernels_.block_rows, padded_rows((count + num_threads_ - 1) / num_threads_)) : 0;
   has_adapters_ = std::any_of(rows, rows + count, [](const Row& r) { return r.adapter != 0; });
+  if (states_) states_->select(rows, count);
   runs_.clear();
   block_of_.clear();
   for (std::int64_t from = 0; from < count;) {  // runs of rows of one sequence
@@ -255,11 +262,13 @@ void ForwardPass::layer(std::int64_t index) {
 
 void ForwardPass::attention(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
+  if (w.recurrent) return recurrent(index);
   prepare_input(w.ln_1, w.c_attn[0]);
   if (latent_) latent_queries(w);
   else multiply_parts(w.c_attn, qkv_, qkv_stride_);
   store(index);
   attend(index);
+  if (model_.shape.attention_gate) add_rows(&PartSeconds::others, [this, index](int, std::int64_t r) { gate_attended(index, r); });
   if (latent_) latent_values(w);
   else if (model_.shape.sub_norms) prepare_normed(w.attn_sub, attended_, attended_stride_, w.c_proj);
   else prepare(attended_, attended_stride_, w.c_proj);
@@ -539,6 +548,12 @@ void ForwardPass::attend(std::int64_t layer) {
   };
   const std::int64_t items = static_cast<std::int64_t>(runs_.size()) * model_.shape.layers[layer].n_kv_head;
   add(&PartSeconds::attention, items, body, /*most=*/1);
+}
+
+void ForwardPass::gate_attended(std::int64_t layer, std::int64_t row) const {
+  const LayerShape& l = model_.shape.layers[layer];
+  const float* z = qkv_ + row * qkv_stride_ + l.attn_dim() + (l.num_projections - 1) * l.kv_dim();
+  kernels_.gate(attended_ + row * attended_stride_, z, l.attn_dim(), Gate::sigmoid);
 }
 
 void ForwardPass::attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const {

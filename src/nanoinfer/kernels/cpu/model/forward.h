@@ -22,11 +22,31 @@ struct LayerShape {
   std::int64_t kv_layer = -1;         // earlier layer whose keys and values it attends to, -1: its own
   std::int64_t num_projections = 3;   // of queries, keys and values, in this order
   bool value_norm = false;            // of each head, without a weight
+  bool recurrent = false;             // whether it has a state in place of attention (recurrent.h)
   bool scaled = false;                // whether x is multiplied by a parameter after the layer
   float scale = 0;                    // of the scores: DecoderShape::attention_scale, or 1 / sqrt(head_dim)
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
   std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+};
+
+// What a layer has in place of attention (nanoinfer.recurrence.Recurrence, which describes the fields).
+enum class Rule { none, conv, delta, mamba2 };
+struct StateShape {
+  Rule rule = Rule::none;             // none: no layer is recurrent
+  std::int64_t taps = 0, num_heads = 0, value_dim = 0, num_key_heads = 0, key_dim = 0;
+
+  std::int64_t inner_dim() const { return num_heads * value_dim; }
+  std::int64_t keys_dim() const { return num_key_heads * key_dim; }
+  std::int64_t num_channels() const { return 2 * keys_dim() + inner_dim(); }
+  std::int64_t num_gates() const { return rule == Rule::delta ? 2 * num_heads : rule == Rule::mamba2 ? num_heads : 0; }
+  std::int64_t num_inputs() const { return num_channels() + num_gates(); }
+  std::int64_t num_state() const { return (taps - 1) * num_channels() + num_heads * key_dim * value_dim; }
+  // Outputs of c_attn, and where the inputs of the convolution, a token's gates, and the gate of the layer's output begin.
+  std::int64_t width() const { return rule == Rule::conv ? 3 * inner_dim() : inner_dim() + num_inputs(); }
+  std::int64_t channels_at() const { return rule == Rule::conv ? 2 * inner_dim() : rule == Rule::mamba2 ? inner_dim() : 0; }
+  std::int64_t gates_at() const { return inner_dim() + num_channels(); }
+  std::int64_t output_gate_at() const { return rule == Rule::conv ? inner_dim() : rule == Rule::mamba2 ? 0 : num_channels(); }
 };
 
 // The norm of queries and keys: of each head, with the same weights or with weights of its own, or of all heads together.
@@ -54,6 +74,7 @@ struct DecoderShape {
   bool tied = true;                   // the output head shares the token embedding's weights
   float attention_scale = 0;          // of the scores; 0: 1 / sqrt(head_dim)
   float attention_softcap = 0, logits_softcap = 0;  // 0: none
+  bool attention_gate = false;        // whether the outputs of attention are multiplied by sigmoids of the last outputs of c_attn
   bool sinks = false;                 // whether heads have a score without a value
   float embedding_scale = 1;
   float residual_scale = 1;           // of the outputs of attention and MLP before they are added to x
@@ -78,6 +99,7 @@ struct DecoderShape {
   std::vector<std::int64_t> sparse;   // of each layer, 1: its MLP is a mixture; empty: no layer's is
   std::vector<LayerShape> layers;     // empty: all have the sizes above
   std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
+  StateShape recurrence;              // of the recurrent layers
 
   // Latent attention (latent.h), in all layers: head_dim is latent_turned + latent_rank, and n_kv_head is 1.
   std::int64_t latent_rank = 0;       // width of the latent of keys and values, 0: there is none
@@ -106,11 +128,18 @@ struct ExpertWeights {
   std::vector<float> scale;               // (E), or none
 };
 
+struct RecurrentWeights {
+  std::vector<float> conv, conv_bias;             // (taps, channels), (channels)
+  std::vector<float> a_log, dt_bias, skip_scale;  // (heads) each, or none
+  NormWeights norm;                               // of the outputs: (value_dim), or of mamba2 (inner_dim)
+};
+
 struct LayerWeights {
   std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
   Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only; of a mixture, its shared expert or MLP
   std::unique_ptr<ExpertWeights> experts;         // of a mixture
   Matrix q_b{}, k_b{}, v_b{};                     // of latent attention
+  std::unique_ptr<RecurrentWeights> recurrent;    // of a recurrent layer
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm, kv_norm, attn_sub, mlp_sub;
   std::vector<float> sinks;                       // (H), or empty
   Matrix after_gate{}, after_proj{};              // of models with per-layer embeddings
@@ -134,6 +163,9 @@ struct Row {
   std::int64_t handle, token, position;
   std::int64_t logit;  // its row of the logits, -1: none
   std::int64_t adapter = 0;  // from 1 on, 0: none
+  std::int64_t state = 0;    // its sequence's row of states, in a model with recurrent layers
+  std::int64_t num_pending = 0;  // tokens to apply to the states before this one
+  bool few = false;          // whether the sequence has at most kMaxPending new tokens
 };
 
 // Seconds spent in each part of the model since the decoder was created.
@@ -154,11 +186,12 @@ constexpr std::int64_t row_stride(std::int64_t n) { return ((n + kPanel - 1) / k
 
 class LatentHeads;
 class Mixture;
+class RecurrentLayers;
 
 class ForwardPass {
  public:
   ~ForwardPass();
-  ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads);
+  ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads, std::int64_t num_states);
 
   // Run rows through the model on a pool of num_threads threads. The cache must already count them (Cache::append).
   // Final hidden states of rows with logits are collected; the output head multiplies them after the last row.
@@ -169,6 +202,7 @@ class ForwardPass {
   // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
   // weights must be loaded.
   void read_experts_ahead();
+  RecurrentLayers* states() const { return states_.get(); }  // null: no layer is recurrent
   Adapters& adapters() { return adapters_; }
   bool has_adapter(std::int64_t adapter) const { return adapters_.has(adapter); }
   void make_room_for_adapters();  // call it after an update was loaded
@@ -191,6 +225,7 @@ class ForwardPass {
   void embed();
   void layer(std::int64_t index);
   void attention(std::int64_t index);
+  void recurrent(std::int64_t index);
   void mlp_hidden(std::int64_t index);
   void mlp_output(std::int64_t index);
   void make_layer_inputs();
@@ -225,6 +260,8 @@ class ForwardPass {
   void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
+  void gate_outputs(const RecurrentWeights& w, std::int64_t row) const;
+  void gate_attended(std::int64_t layer, std::int64_t row) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);
   template <class F>
@@ -261,6 +298,7 @@ class ForwardPass {
   std::vector<PartSeconds> spent_;                    // by each thread, in the steps of its rows
   std::unique_ptr<LatentHeads> latent_;               // of models with latent attention
   std::unique_ptr<Mixture> mixture_;                  // of models that have mixtures of experts
+  std::unique_ptr<RecurrentLayers> states_;           // of models with recurrent layers
   bool read_experts_ahead_ = false;
   std::int64_t inputs_stride_ = 0;
   Buffer inputs_memory_;                              // of models with per-layer embeddings:
