@@ -47,8 +47,12 @@ PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 REPEATING = [4, 8, 15, 16, 23, 42] * 6
 RUNGS = [name for name in ENGINES if name != "triton"]  # tests/gpu/test_triton_families.py
 FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
-DAILY = {"native": tuple(CASES), **dict.fromkeys(("dynamic", "static", "paged"), FEATURES)}
-"""What `make test-all` generates. recompute has the reference's step, cuda_graph and compiled have that of static."""
+DAILY = {
+    "native": tuple(CASES), **dict.fromkeys(("dynamic", "static", "paged"), FEATURES),
+    "cuda_graph": (*FEATURES[::8], "gemma2", "gpt_oss"),
+}  # fmt: skip
+"""What `make test-all` generates. recompute has the reference's step, cuda_graph and compiled have one of their own, of
+which the soft cap and the sinks of attention are here."""
 all_cases = pytest.mark.parametrize("case", CASES)
 a_case_a_feature = pytest.mark.nightly_if(lambda case: case not in FEATURES)
 

@@ -156,7 +156,7 @@ def test_the_commands_of_the_build_run(tmp_path: Path) -> None:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / path, place)
     commands = [re.sub(r"--mount=\S+\s+", "", line) for line in values("RUN")]
-    pip = [line for line in commands if line.startswith("pip ")]
+    pip = [line for line in commands if re.match(r"(\w+=\S+ )?pip ", line)]
     assert len(pip) == 2
     extras = next(line.partition("=")[2] for line in values("ARG") if line.startswith("EXTRAS="))
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
