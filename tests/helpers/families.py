@@ -129,7 +129,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0}, "head_dim": 16},
     ),
     "gemma": ("GemmaConfig", {"head_dim": 10}),
-    "gemma2": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 1.0},
+    ),
     "phi": ("PhiConfig", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "hidden_size": 32}),
     "phi-norms": ("PhiConfig", {"hidden_size": 32, "qk_layernorm": True, "num_key_value_heads": 4}),
     "phi3": ("Phi3Config", {}),
