@@ -77,10 +77,16 @@ def main(generate, file, sampling=None, option=None, also=None):
         name, default, text = option
         parser.add_argument(f"--{name}", default=default, type=type(default), help=text)
     args = parser.parse_args()
-    model, encode, decode = load(args.model)
+    try:
+        model, encode, decode = load(args.model)
+    except (OSError, KeyError, ValueError) as e:
+        parser.error(f"--model {args.model} cannot be read: {e}")
     if args.check:
         return check(generate, file, args.model, model, encode, sampling, also)
     prompts = [encode(prompt) for prompt in args.prompt or ["O Romeo,"]]
+    num_tokens, crops = max(map(len, prompts)) + args.max_new_tokens, int(Path(file).stem[:2]) <= 3
+    if min(map(len, prompts)) == 0 or args.max_new_tokens < 1 or (num_tokens > model.block_size and not crops):
+        parser.error(f"a prompt and its new tokens are at least 1 each and at most {model.block_size} together")
     parameters = {**(sampling or {}), **({option[0]: getattr(args, option[0])} if option else {})}
     with contextlib.redirect_stdout(None):
         generate(model, prompts, 8, [], **parameters)  # warm up

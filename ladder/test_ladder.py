@@ -92,3 +92,24 @@ def test_a_graph_without_a_cuda_device_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["10_launches.py", "--by", "graph"])
     with pytest.raises(SystemExit, match=r"^--by graph: no CUDA device here; use --by native or --by eager$"):
         runpy.run_path(str(LADDER / "10_launches.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "message"),
+    [
+        ("01_recompute", ["--model", "nothing"], "--model nothing cannot be read: "),
+        (
+            "04_batch",
+            ["--max-new-tokens", "999"],
+            "a prompt and its new tokens are at least 1 each and at most 512 together",
+        ),
+        ("02_kv_cache", ["--prompt", ""], "a prompt and its new tokens are at least 1 each"),
+    ],
+)
+def test_an_error_is_one_line(
+    file: str, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{file}.py", *options])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(LADDER / f"{file}.py"), run_name="__main__")
+    assert f"error: {message}" in capsys.readouterr().err.splitlines()[-1]
