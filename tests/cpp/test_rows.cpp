@@ -183,7 +183,7 @@ void test_state(Test& t, const Kernels& k, std::int64_t D, std::int64_t width, b
   Floats tokens = random(T * stride, 4, 0.5f), matrix = random(D * width, 5), one_by_one = matrix;
   std::vector<double> state(matrix.begin(), matrix.end());
   for (std::int64_t i = 0; i < T; ++i) tokens[i * stride + 2 * D + V] = 0.5f + 0.07f * static_cast<float>(i);  // decays
-  Floats y(T * (width + 2), 7.0f), last(width);
+  Floats y(T * (width + 2), 7.0f), last(width), read(width);
   StateUpdate update{matrix.data(), D, V, first, width, delta, /*skip=*/0.3f, tokens.data(), T, stride, y.data(), width + 2};
   k.update_state(update);
   update.matrix = one_by_one.data();
@@ -191,9 +191,18 @@ void test_state(Test& t, const Kernels& k, std::int64_t D, std::int64_t width, b
   update.num_tokens = T - 1;
   k.update_state(update);
   update.tokens += (T - 1) * stride;
-  update.y = last.data();
   update.num_tokens = 1;
+  update.y = read.data();
+  update.reads_last = true;
+  const Floats before = one_by_one;
   k.update_state(update);
+  t.check(one_by_one == before, "%s: a state of %lld x %lld is written", k.name, (long long)D, (long long)width);
+  update.y = last.data();
+  update.reads_last = false;
+  k.update_state(update);
+  for (std::int64_t c = 0; c < width; ++c)
+    t.check(is_near(read[c], last[c], 1e-4, 1e-4), "%s: state of %lld x %lld, column %lld is read as %.9g, must be %.9g", k.name,
+            (long long)D, (long long)width, (long long)c, read[c], last[c]);
   t.check(same_bits(one_by_one.data(), matrix.data(), D * width) && same_bits(last.data(), &y[(T - 1) * (width + 2)], width),
           "%s: a state of %lld x %lld depends on the tokens of a call", k.name, (long long)D, (long long)width);
   for (std::int64_t i = 0; i < T; ++i)

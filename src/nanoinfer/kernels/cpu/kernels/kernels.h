@@ -136,6 +136,7 @@ struct StateUpdate {
   std::int64_t num_tokens, token_stride;
   float* y;                          // (num_tokens, y_stride), `width` written; null: no outputs
   std::int64_t y_stride;
+  bool reads_last = false;           // whether the matrix stays as it is before the last token
 };
 
 // One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
@@ -192,7 +193,7 @@ struct Kernels {
   void (*convolve)(const Convolution& c);
   // y[0:n] *= the gate of z[0:n].
   void (*gate)(float* y, const float* z, std::int64_t n, Gate kind);
-  // Compute the tokens one after the other; the matrix is then that after the last.
+  // Compute the tokens one after the other; the matrix is then that after the last, or after the last but one (reads_last).
   void (*update_state)(const StateUpdate& s);
 };
 

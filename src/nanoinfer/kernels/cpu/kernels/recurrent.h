@@ -66,11 +66,39 @@ NI_INLINE void update_panel(const StateUpdate& s, const float* token, float* y) 
   for (int j = 0; j < 2; ++j) put(y, j, sum[0][j] + sum[1][j]);
 }
 
+// The outputs of one token, in one pass over the matrix, which is not written: S^T q of the matrix after the token is
+// decay * S^T q + (k . q) u.
+template <bool whole>
+NI_INLINE void read_panel(const StateUpdate& s, const float* token, float* y) {
+  const float *q = token, *k = q + s.key_dim, *v = k + s.key_dim + s.first, *gates = k + s.key_dim + s.value_dim;
+  const std::int64_t width = whole ? kPanel : s.width;
+  const f32x16 decay = broadcast(gates[0]), rate = broadcast(gates[1]), skip = broadcast(s.skip);
+  f32x16 found[2] = {broadcast(0.0f), broadcast(0.0f)}, asked[2] = {found[0], found[0]}, both = found[0];
+  for (std::int64_t at = 0; at < s.key_dim; at += 16)
+    both = fma(load_first(k + at, s.key_dim - at), load_first(q + at, s.key_dim - at), both);
+  both = broadcast(sum(both));
+  for (std::int64_t i = 0; i < s.key_dim; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const float* p = s.matrix + i * width + 16 * j;
+      const f32x16 x = whole ? load(p) : load_first(p, width - 16 * j);
+      found[j] = fma(x, broadcast(k[i]), found[j]);
+      asked[j] = fma(x, broadcast(q[i]), asked[j]);
+    }
+  for (int j = 0; j < 2; ++j) {
+    const f32x16 value = load_first(v + 16 * j, width - 16 * j);
+    const f32x16 u = rate * (s.delta ? value - decay * found[j] : value);
+    store_first(y + 16 * j, fma(both, u, fma(decay, asked[j], skip * value)), width - 16 * j);
+  }
+}
+
 void update_state(const StateUpdate& s) {
   for (std::int64_t t = 0; t < s.num_tokens; ++t) {
     const float* token = s.tokens + t * s.token_stride;
     float* y = s.y ? s.y + t * s.y_stride : nullptr;
-    if (s.width == kPanel) update_panel<true>(s, token, y);
+    const bool reads = s.reads_last && t == s.num_tokens - 1;
+    if (reads && s.width == kPanel) read_panel<true>(s, token, y);
+    else if (reads) read_panel<false>(s, token, y);
+    else if (s.width == kPanel) update_panel<true>(s, token, y);
     else update_panel<false>(s, token, y);
   }
 }

@@ -102,7 +102,7 @@ void RecurrentLayers::read_token(const Kernels& kernels, const RecurrentWeights&
 }
 
 // An item is a head, or some channels of a layer without matrices. The pending tokens are applied to the matrix. If there are few
-// new ones, they then update a copy of it.
+// new ones, they then update a copy of it, but for the last, which only reads it.
 void RecurrentLayers::process(const Kernels& kernels, const RecurrentWeights& w, std::int64_t layer, const Outputs& rows,
                               std::int64_t index, std::int64_t item, int rank) const {
   const Run& run = runs_[index];
@@ -128,7 +128,8 @@ void RecurrentLayers::process(const Kernels& kernels, const RecurrentWeights& w,
                          .skip = w.skip_scale.empty() ? 0 : w.skip_scale[item], .tokens = read, .num_tokens = old,
                          .token_stride = token_stride_, .y = nullptr, .y_stride = rows.y_stride};
       kernels.update_state(update);
-      if (run.few) update.matrix = std::copy_n(update.matrix, D * update.width, copied) - D * update.width;
+      update.reads_last = run.few;
+      if (run.few && run.count > 1) update.matrix = std::copy_n(update.matrix, D * update.width, copied) - D * update.width;
       update.tokens = read + old * token_stride_;
       update.num_tokens = end - begin - old;
       update.y = y + added * rows.y_stride + item * V + first;
