@@ -120,6 +120,12 @@ WAITING = {
         f"tensor '{NAME}' cannot be given as blocks",
     ),
     "load_packed": Case(lambda s: s.decoder.load_packed(NAME, *s.packed[NAME])),
+    "load_adapter": Case(
+        lambda s: s.decoder.load_adapter(
+            adapter=1, name=NAME.removesuffix(".weight"), first=0, a=np.ones((1, 128), np.float32), b=ONES[:, :1]
+        )
+    ),
+    "unload_adapter": Case(of_decoder("unload_adapter", 2)),
     "check_loaded": Case(of_decoder("check_loaded")),
     "open": Case(lambda s: s.decoder.open() >= 5, True),  # `fork` makes a sequence, too
     "fork": Case(lambda s: s.decoder.length(s.decoder.fork(s.short[0])), 20),
