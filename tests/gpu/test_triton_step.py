@@ -73,7 +73,7 @@ def test_the_first_kernel_prepares_rows_and_advances_them(n: int, device: str) -
     inputs, last = StepInputs(3, n, torch.device(device)), torch.tensor([7, 8, 9, 10], device=device)
     given = [[*[i % 7 for i in range(n - 1)], PENDING], [PENDING] * n, [0] * n]
     start, count, slots = [2, 5, 0], [n, min(n, 3), 0], [3, 1, 2]
-    inputs.put([[*g, s, c, slot, 0, 0] for g, s, c, slot in zip(given, start, count, slots, strict=True)])
+    inputs.put([[*g, 0, 0, s, c, slot, 0, 0] for g, s, c, slot in zip(given, start, count, slots, strict=True)])
     pos, x = torch.empty(3, n, dtype=torch.int64, device=device), torch.empty(3 * n, 20, device=device)
     begin(
         inputs.given, inputs.start, inputs.count, inputs.slots, last, wte.to(device), wpe.to(device), 9, pos, x
