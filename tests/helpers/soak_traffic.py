@@ -237,6 +237,8 @@ class Client:
             self.connection.close()
             if response.status == 503 and self.server.may_refuse(began):
                 raise Refused
+            if response.status == 429 and path == "/page/explain":  # one recording at a time
+                raise Refused
             raise AssertionError(f"status {response.status}: {content!r}")
         return response
 
