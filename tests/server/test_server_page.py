@@ -911,7 +911,8 @@ def test_the_recording_of_the_last_request(page: Page, browser: BrowserContext, 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     """Two sequences of a prompt and one of another that waits for them, in steps with proposals of a draft."""
-    llm = LLM("shakespeare", engine="paged", dtype="float32", device="cpu", draft="shakespeare-draft", max_num_seqs=2)
+    draft = {"draft": "shakespeare-draft", "speculate_k": 3}
+    llm = LLM("shakespeare", engine="paged", dtype="float32", device="cpu", max_num_seqs=2, **draft)
     params = SamplingParams(max_tokens=20, n=2, temperature=0.8, seed=1)
     return record(llm, ["O Romeo, what is your name?", "First Citizen:"], params)
 
