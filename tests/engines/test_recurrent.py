@@ -108,6 +108,19 @@ def test_chunks_equal_the_definition(with_rate: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_padding_that_is_not_finite_leaves_outputs_and_states_as_they_are(rule: str) -> None:
+    cell = next(block.attn for block in model(rule).blocks if isinstance(block.attn, recurrent.Recurrent))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, 5, cell.shape.num_inputs, generator=generator)
+    state = torch.randn(1, cell.shape.num_state, generator=generator)
+    inputs = -inputs.abs()  # decays are not positive
+    padded = torch.cat((inputs, torch.full_like(inputs, float("nan"))), 1)
+    (y, after), (padded_y, padded_after) = cell.scan(state, inputs), cell.scan(state, padded, torch.tensor([5]))
+    torch.testing.assert_close(padded_y[:, :5], y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded_after, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", RUNGS)
 def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch

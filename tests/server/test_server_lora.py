@@ -132,7 +132,7 @@ def test_lines_of_a_batch_name_an_adapter(llm: LLM, path: Path, tmp_path: Path) 
     run_on(llm, str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), options)
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [r["outputs"][0]["text"] for r in records[:2]] == [text(llm, None), text(llm, adapters["a"])]
-    assert records[2]["error"] == f"the model 'nobody' does not exist: this batch has {llm.model_name}, a, b"
+    assert records[2]["error"] == f"the model 'nobody' does not exist: use one of {llm.model_name}, a, b"
     body = records[3]["response"]["body"]
     assert (body["model"], body["choices"][0]["text"]) == ("b", text(llm, adapters["b"]))
     assert records[4]["response"]["status_code"] == 404

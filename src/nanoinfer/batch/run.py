@@ -203,7 +203,7 @@ class BatchRunner:
             return None
         if (lora := adapters.get(name or "")) is None:
             names = ", ".join((self._llm.model_name, *adapters))
-            raise FieldError(f"the model {show(name)} does not exist: this batch has {names}", "model", 404)
+            raise FieldError(f"the model {show(name)} does not exist: use one of {names}", "model", 404)
         if isinstance(entry.form, OpenAIForm):
             entry.form.model = lora.lora_name
         return lora

@@ -73,11 +73,6 @@ class StateTensors:
             pending[rows, :T] = inputs
         return y
 
-    def reset(self) -> None:
-        """Zero all rows."""
-        self.states.zero_()
-        self.pending.zero_()
-
 
 class WithStates:
     """The cache of a step in one row of N tokens, with the states of its sequences.

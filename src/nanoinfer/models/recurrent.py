@@ -109,11 +109,11 @@ class HeadStates(Recurrent):
         """See `Recurrent.scan`."""
         shape, T = self.shape, inputs.shape[1]
         keys = shape.num_key_heads * shape.key_dim
+        if count is not None:  # padding, which may not be finite: nothing decays, and nothing is added
+            inputs = inputs.masked_fill((torch.arange(T, device=inputs.device) >= count[:, None])[..., None], 0)
         x, gates = inputs.tensor_split((shape.num_channels,), -1)
         x, last = self._convolve(state, x, count)
         matrix = state[:, last.shape[1] :].view(-1, shape.num_heads, shape.key_dim, shape.value_dim)
-        if count is not None:  # padding: nothing decays, and nothing is added
-            gates = gates.masked_fill((torch.arange(T, device=x.device) >= count[:, None])[..., None], 0)
         q, k, v = self._heads(F.silu(x), keys)
         y, matrix = self._update(matrix, q, k, v, gates)
         return y.flatten(2), torch.cat((last, matrix.flatten(1)), 1)
