@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from helpers import families
 from helpers.engines import generate, make_core
 from helpers.errors import refuses
-from helpers.families import CASES
+from helpers.families import CASES, RECURRENT
 from helpers.features import FEATURES
 from helpers.models import make_limits
 from helpers.recorded import FakeRecorder
@@ -40,12 +40,12 @@ pytestmark = [
     *([] if products.INTERPRETED else [pytest.mark.gpu]),  # where there is a CUDA device, the engine runs on it
 ]
 QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet", "gpt_oss",
-             "gemma4-experts")  # fmt: skip
+             "gemma4-experts", "qwen3_5")  # fmt: skip
 """Models with norms of all places, with biases and without, with a gate and without, with a factor of the residuals,
-with experts: biases in them, and an MLP beside them."""
+with experts: biases in them, and an MLP beside them; with states."""
 DAILY = (("llama", "int4"), ("gpt_neox", "int4"), ("gpt_oss", "int8"))
 RUN = [
-    name for name, (_, config) in CASES.items()
+    name for name, (_, config) in (CASES | RECURRENT).items()
     if "kv_lora_rank" not in config and not config.get("hidden_size_per_layer_input")
 ]  # fmt: skip
 """The cases without latent attention and per-layer embeddings, which the engine refuses."""
@@ -94,7 +94,7 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", RUN)
 @pytest.mark.slow_if(lambda case: case != "llama3")
-@pytest.mark.nightly_if(lambda case: case not in FEATURES[::4])  # tests/gpu/test_triton_kernels.py has the others'
+@pytest.mark.nightly_if(lambda case: case not in (*FEATURES[::4], "qwen3_5"))  # tests/gpu/test_triton_kernels.py has the others'
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
     expected = run(RecomputeEngine(gpt, make_limits(gpt.config)))

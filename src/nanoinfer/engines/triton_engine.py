@@ -19,6 +19,7 @@ The residual stream of a fused step is float32; the inputs of a product are in t
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import cast
 
@@ -47,6 +48,7 @@ from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import soft_cap
 from nanoinfer.models.layers import GatedMLP, Rotation, rounded
 from nanoinfer.models.other_attention import SharedAttention
+from nanoinfer.models.recurrent import Recurrent
 from nanoinfer.models.transformer import MLP, Attention, Transformer
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
@@ -96,8 +98,6 @@ class TritonEngine(CudaGraphEngine):
         """Raise NanoinferError if a model has what no kernel does."""
         missing = ["latent attention"] * (config.latent is not None)
         missing += ["per-layer embeddings"] * bool(config.per_layer_dim)
-        missing += ["recurrent layers"] * (config.recurrence is not None)
-        missing += ["attention with a gate"] * config.attention_gate
         if config.activation not in ACTIVATIONS and not all(config.layer(i).experts for i in range(config.n_layer)):
             missing.append(f"activation={config.activation}")
         if missing:
@@ -134,13 +134,21 @@ class TritonEngine(CudaGraphEngine):
         rotations = self.model.rotations(pos, torch.float32)
         for index, layer in enumerate(self._layers):
             block, rotation = layer.block, None if layer.rotary is None else rotations[layer.rotary]
-            places = Places(self._cache.k[index], self._cache.v[index], inputs.slots, pos)
-            q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
-            self._project(layer, x, q, places, rotation)
-            attention(q, places, shape.context, y, scores=layer.scores)
+            if layer.kind.recurrent:
+                y = self._recurrent(index, layer, x, inputs, shape)
+            else:
+                places = Places(self._cache.k[index], self._cache.v[index], inputs.slots, pos)
+                q, y = (self._empty(len(x), layer.config.attn_dim) for _ in range(2))
+                gate = self._project(layer, x, q, places, rotation)
+                attention(q, places, shape.context, y, scores=layer.scores)
+                if gate is not None:
+                    y.mul_(gate.sigmoid())
             hidden = self._begin_mlp(layer, x) if block.parallel else None  # of x before attention is added to it
-            attn_proj = layer.weights["attn.c_proj"]
-            self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
+            if layer.kind.recurrent:
+                self._add_to(x, y, layer.post_1)
+            else:
+                attn_proj = layer.weights["attn.c_proj"]
+                self._add(x, y, attn_proj, block.attn.c_proj.bias, layer.attn_sub, layer.post_1)
             hidden = self._begin_mlp(layer, x) if hidden is None else hidden
             if layer.experts:
                 self._add_to(x, hidden, layer.post_2)
@@ -150,15 +158,28 @@ class TritonEngine(CudaGraphEngine):
             if block.after is not None and (scale := block.after.scale) is not None:
                 x.mul_(scale)
 
-    def _project(self, layer: Layer, x: Tensor, q: Tensor, places: Places, rotation: Rotation | None) -> None:
-        """Write a layer's queries to q, (M, H * D), and its keys and values to the cache."""
+    def _recurrent(self, index: int, layer: Layer, x: Tensor, inputs: StepInputs, shape: Bucket) -> Tensor:
+        """Return the output, (M, C), of a recurrent layer: PyTorch's module, whose matrix products are kernels."""
+        if layer.ln_1 is not None:
+            normed = self._empty(*x.shape)
+            layer_norm(x, layer.ln_1, normed)
+            x = normed
+        cell = cast(Recurrent, layer.block.attn)
+        y = cell(x.view(shape.rows, shape.tokens, -1).to(self.dtype), partial(self._recur, inputs, index, cell))
+        return cast(Tensor, y).flatten(0, 1)
+
+    def _project(self, layer: Layer, x: Tensor, q: Tensor, places: Places, rotation: Rotation | None) -> Tensor | None:
+        """Write a layer's queries to q, (M, H * D), its keys and values to the cache; return its gate, (M, H * D)."""
         weight, attn = layer.weights["attn.c_attn"], cast(Attention | SharedAttention, layer.block.attn)
         x, norm = self._input(x, layer.ln_1)
         if layer.stores:
             product(x, weight, q, norm, Epilogue(attn.c_attn.bias, store=places))
-            return
-        qkv = self._empty(len(x), weight.num_outputs)
+            return None
+        qkv, gate = self._empty(len(x), weight.num_outputs), None
         product(x, weight, qkv, norm, Epilogue(attn.c_attn.bias))
+        if self.config.attention_gate:
+            qkv, gate = qkv.split((weight.num_outputs - q.shape[1], q.shape[1]), 1)
+            qkv = qkv.contiguous()
         if attn.qk_norm == "whole":
             if layer.kind.keys_as_values:  # as they are before their norm
                 qkv = torch.cat((qkv, qkv[:, attn.widths[0] :]), 1)
@@ -168,6 +189,7 @@ class TritonEngine(CudaGraphEngine):
                 part.copy_(attn.get_submodule(name)(part))
                 start += width
         store_heads(qkv, q, places, layer.heads, rotation, layer.value_eps)
+        return gate
 
     def _begin_mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """Return the hidden layer of the MLP, (M, mlp_dim); of a mixture of experts, its output, (M, C)."""

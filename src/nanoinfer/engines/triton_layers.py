@@ -22,6 +22,7 @@ from nanoinfer.models.other_attention import SharedAttention
 from nanoinfer.models.transformer import Attention, Block, Transformer
 
 ACTIVATIONS = {"gelu_new": GELU_TANH, "gelu": GELU_ERF, "silu": SILU, "relu": RELU, "relu2": RELU2}
+HEADS = ("head", "heads")  # qk_norm of each head
 Pack = Callable[[Tensor], Weight]
 """Returns a weight, (N, K), in one of the formats of quantize.py."""
 
@@ -81,7 +82,7 @@ def describe(model: Transformer, pack: Pack, *, keep: bool) -> list[Layer]:
 
 def _packed(config: ModelConfig, kind: LayerKind, block: Block, pack: Pack, keep: bool) -> dict[str, Weight]:
     """Return the weights of a block's kernels."""
-    names = ["attn.c_attn", "attn.c_proj"]
+    names = ["attn.c_attn", "attn.c_proj"] * (not kind.recurrent)
     if not kind.experts:
         names += ["mlp.c_gate"] * config.gated_mlp + ["mlp.c_fc", "mlp.c_proj"]
     return {name: take(cast(nn.Linear, block.get_submodule(name)), pack, keep) for name in names}
@@ -106,7 +107,7 @@ def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, 
 
     C, attn = config.n_embd, block.attn
     ln_1, post_1, ln_2, post_2 = (norm_of(m, ones(C)) for m in (block.ln_1, block.post_1, block.ln_2, block.post_2))
-    plain = config.qk_norm == "none" and kind.rotary is None and not kind.value_norm
+    plain = config.qk_norm == "none" and kind.rotary is None and not (kind.value_norm or config.attention_gate)
     return Layer(
         block=block,
         config=at,
@@ -117,7 +118,7 @@ def _layer(config: ModelConfig, at: ModelConfig, kind: LayerKind, block: Block, 
         ln_2=ln_1 if block.shared else ln_2,
         mlp_sub=norm_of(cast(GatedMLP, block.mlp).sub_norm, ones(at.mlp_dim)) if config.sub_norms else None,
         post_2=post_2,
-        heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm in ("head", "heads") else None,
+        heads=_norm_of_heads(block, ones(at.head_dim)) if config.qk_norm in HEADS and not kind.recurrent else None,
         value_eps=config.norm_epsilon if kind.value_norm else None,
         scores=Scores(config.attention_scale, config.attention_softcap, kind.window, attn.sinks),
         kind=kind,

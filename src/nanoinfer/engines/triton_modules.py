@@ -1,7 +1,7 @@
 """PyTorch's modules in the steps of engine `triton`: their matrix products are its kernels.
 
-Mixtures of experts run as the reference model's module. `fuse` replaces its matrices, so that they have the formats
-of all other weights.
+Mixtures of experts and recurrent layers run as the reference model's modules. `fuse` replaces their matrices, so that
+they have the formats of all other weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from nanoinfer.kernels.triton.experts import BLOCK, expert_product
 from nanoinfer.kernels.triton.products import product
 from nanoinfer.kernels.triton.quantize import Weight
 from nanoinfer.models.experts import ExpertMLP, Stack
+from nanoinfer.models.recurrent import Recurrent
 from nanoinfer.models.transformer import Transformer
 
 
@@ -85,12 +86,18 @@ def fuse(model: Transformer, pack: Pack, most: float) -> None:
         pack: makes their weights.
         most: of `FusedLinear`.
     """
+
+    def replace(module: nn.Module, *names: str) -> None:
+        for name in names:
+            linear = cast(nn.Linear, module.get_submodule(name))
+            bias = None if linear.bias is None else linear.bias.detach()
+            setattr(module, name, FusedLinear(take(linear, pack, keep=False), bias, most))
+
+    for cell in [module for module in model.modules() if isinstance(module, Recurrent)]:
+        replace(cell, "c_attn", "c_proj")
     for mlp in [module for module in model.modules() if isinstance(module, ExpertMLP)]:
         if mlp.config.shared_width or mlp.config.beside:  # routers keep the model's dtype
-            for name in ("c_gate", "c_fc", "c_proj"):
-                linear = cast(nn.Linear, mlp.shared.get_submodule(name))
-                bias = None if linear.bias is None else linear.bias.detach()
-                setattr(mlp.shared, name, FusedLinear(take(linear, pack, keep=False), bias, most))
+            replace(mlp.shared, "c_gate", "c_fc", "c_proj")
         for name, stack in mlp.experts.items():
             bias = None if stack.bias is None else cast(Tensor, stack.bias).detach()
             mlp.experts[name] = FusedStack(mlp.config.count, take(stack, pack, keep=False), bias)
