@@ -94,7 +94,7 @@ def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", RUN)
 @pytest.mark.slow_if(lambda case: case != "llama3")
-@pytest.mark.nightly_if(lambda case: case not in (*FEATURES[::4], "qwen3_5"))  # tests/gpu/test_triton_kernels.py has the others'
+@pytest.mark.nightly_if(lambda case: case not in (*FEATURES[::4], "qwen3_5"))  # test_triton_kernels.py has the others
 def test_logits_are_those_of_the_naive_loop(case: str, tmp_path: Path) -> None:
     gpt = model_of(case, tmp_path)
     expected = run(RecomputeEngine(gpt, make_limits(gpt.config)))

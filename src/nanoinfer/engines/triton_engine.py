@@ -178,7 +178,7 @@ class TritonEngine(CudaGraphEngine):
         qkv, gate = self._empty(len(x), weight.num_outputs), None
         product(x, weight, qkv, norm, Epilogue(attn.c_attn.bias))
         if self.config.attention_gate:
-            qkv, gate = qkv.split((weight.num_outputs - q.shape[1], q.shape[1]), 1)
+            qkv, gate = qkv.tensor_split((weight.num_outputs - q.shape[1],), 1)
             qkv = qkv.contiguous()
         if attn.qk_norm == "whole":
             if layer.kind.keys_as_values:  # as they are before their norm
