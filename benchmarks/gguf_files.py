@@ -29,8 +29,7 @@ from vs_llamacpp import LlamaCpp, Native
 
 from nanoinfer import LLM
 from nanoinfer.roofline.arithmetic import decode as decode_cost
-from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.shapes import find_model
+from nanoinfer.roofline.formats import FORMATS, find_model
 from nanoinfer.utils.environment import num_cpus
 
 PROMPT, LONG, STEPS = 1000, 4000, 32

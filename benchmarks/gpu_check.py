@@ -41,7 +41,7 @@ from nanoinfer.bench.case import Case, Row  # noqa: E402
 from nanoinfer.bench.suites import SUITES  # noqa: E402
 from nanoinfer.engines.devices import free_memory  # noqa: E402
 from nanoinfer.errors import NanoinferError  # noqa: E402
-from nanoinfer.roofline.shapes import find_shape  # noqa: E402
+from nanoinfer.roofline.formats import find_shape  # noqa: E402
 from nanoinfer.utils.files import write_atomically  # noqa: E402
 
 TESTS = ROOT / "tests"

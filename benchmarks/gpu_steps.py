@@ -18,7 +18,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
-from nanoinfer.roofline.predict import predict
+from nanoinfer.roofline.report import predict
 
 KERNEL_SEC = {"triton": 2.0e-6, "cuda_graph": 2.5e-6}
 NUM_KERNELS = {
@@ -75,5 +75,5 @@ def estimate(engine: str, config: ModelConfig, fmt: WeightFormat, ceiling: Ceili
     if counted is None:
         return None
     num_kernels = counted[0] * config.n_layer + counted[1]
-    bytes_sec = predict(decode(config, fmt), ceiling, fmt, B, N).seconds
+    bytes_sec = predict(decode(config, fmt).model, ceiling, fmt, B, N).seconds
     return GpuStep(engine, num_kernels, bytes_sec, num_kernels * KERNEL_SEC[engine])

@@ -15,7 +15,7 @@ from nanoinfer.bench.case import Row
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import slot_tokens
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 
 GPU_SMALL = SUITES["gpu"].model
 NAMES = ("compiled", "cuda_graph", "triton")

@@ -17,8 +17,7 @@ from nanoinfer.bench.case import Row
 from nanoinfer.bench.results import Results, read
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import FORMATS, find_shape
 
 DEFAULT = Path(__file__).parent.parent / "docs" / "results" / "peers.json"
 BITS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}

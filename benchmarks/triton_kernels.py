@@ -49,7 +49,7 @@ from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.profiling.checks import verify_ratio
 from nanoinfer.roofline import arithmetic
-from nanoinfer.roofline import measure as roofline_measure
+from nanoinfer.roofline import ceilings as roofline_measure
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.sampling.triton import TritonSampler

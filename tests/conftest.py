@@ -129,9 +129,9 @@ def _log() -> None:
 @pytest.fixture
 def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks in this process measure the machine's ceiling in milliseconds instead of six seconds."""
-    from nanoinfer.roofline import measure
+    from nanoinfer.roofline import ceilings
 
-    monkeypatch.setattr(measure, "CPU_WORKLOAD", measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1))
+    monkeypatch.setattr(ceilings, "CPU_WORKLOAD", ceilings.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1))
 
 
 @pytest.fixture(autouse=True)

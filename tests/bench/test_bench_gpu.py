@@ -37,9 +37,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling import profiler
 from nanoinfer.profiling.checks import require_close, verify_ratio
-from nanoinfer.roofline import measure as measuring
-from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.measure import Workload, measure
+from nanoinfer.roofline import ceilings as measuring
+from nanoinfer.roofline.ceilings import Ceiling, Workload, measure
 from nanoinfer.utils.progress import ProgressBar
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -45,8 +45,8 @@ def quiet(_: str) -> None:
 def bench(*arguments: object) -> list[str]:
     """The command, with a ceiling that is measured in milliseconds."""
     code = (
-        "from nanoinfer.cli import main; from nanoinfer.roofline import measure;"
-        "measure.CPU_WORKLOAD = measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1); main()"
+        "from nanoinfer.cli import main; from nanoinfer.roofline import ceilings;"
+        "ceilings.CPU_WORKLOAD = ceilings.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1); main()"
     )
     return [sys.executable, "-c", code, "bench", *map(str, arguments)]
 

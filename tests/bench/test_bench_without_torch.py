@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.bench import results
-from nanoinfer.roofline import measure as measuring
-from nanoinfer.roofline.measure import Workload, measure
+from nanoinfer.roofline import ceilings as measuring
+from nanoinfer.roofline.ceilings import Workload, measure
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
 QUICK = (
-    "from nanoinfer.roofline import measure;"
-    "measure.CPU_WORKLOAD = measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1);"
+    "from nanoinfer.roofline import ceilings;"
+    "ceilings.CPU_WORKLOAD = ceilings.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1);"
 )
 HIDE = """
 import sys

@@ -31,7 +31,7 @@ from nanoinfer.engines import registry  # noqa: E402
 from nanoinfer.engines.base import StepBatch  # noqa: E402
 from nanoinfer.engines.registry import ENGINES  # noqa: E402
 from nanoinfer.models.layers import rounded  # noqa: E402
-from nanoinfer.roofline.shapes import find_shape  # noqa: E402
+from nanoinfer.roofline.formats import find_shape  # noqa: E402
 from nanoinfer.utils.arrays import to_numpy  # noqa: E402
 
 SHAPE = SMALL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

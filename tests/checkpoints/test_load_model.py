@@ -23,7 +23,7 @@ from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.transformer import Transformer
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, byte_level, char_to_json
 from tokenizers import models
 

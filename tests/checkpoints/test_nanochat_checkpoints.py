@@ -19,7 +19,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.checkpoints.nanogpt import MAX_TOKENIZER_BYTES, find_nanochat
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode, to_json
 
 SPECIAL = [

@@ -27,7 +27,7 @@ from nanoinfer.checkpoints.quantized.base import TABLES, QuantizedTensor
 from nanoinfer.checkpoints.quantized.methods import dequantized
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.stored import StoredTensor, read_safetensors
-from nanoinfer.roofline.shapes import find_model
+from nanoinfer.roofline.formats import find_model
 
 OWN = [name for name, case in CASES.items() if case.format]
 IDS = [3, 9, 27, 14, 50, 6]

@@ -18,7 +18,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.transformer import Transformer
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 
 SHAPES = {
     "biases": TINY,

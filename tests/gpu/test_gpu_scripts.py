@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # as when they are run as scripts
 import triton_kernels
 import triton_sampler
 
-from nanoinfer.roofline.measure import DEVICES
+from nanoinfer.roofline.ceilings import DEVICES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

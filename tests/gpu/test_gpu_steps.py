@@ -15,8 +15,8 @@ import gpu_steps
 from gpu_steps import estimate
 
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.measure import DEVICES
 
 BFLOAT16, H200 = FORMATS["bfloat16"], DEVICES["h200"]
 

@@ -89,7 +89,7 @@ def patch_backends(backends: ModuleType) -> None:
 
 
 def patch_measure(measuring: ModuleType) -> None:
-    from nanoinfer.roofline.measure import DEVICES
+    from nanoinfer.roofline.ceilings import DEVICES
 
     measuring.measure = lambda **given: DEVICES["h200"]
 
@@ -103,7 +103,7 @@ PATCHES = {
     "gpu_rows": patch_rows,
     "nanoinfer.engines.devices": patch_devices,
     "nanoinfer.bench.backends": patch_backends,
-    "nanoinfer.roofline.measure": patch_measure,
+    "nanoinfer.roofline.ceilings": patch_measure,
     "nanoinfer.checkpoints.load": patch_load,
 }
 

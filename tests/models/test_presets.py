@@ -9,7 +9,7 @@ from nanoinfer.checkpoints.load import load_model, split_wide
 from nanoinfer.models import presets
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 
 # Parameters that the models' pages on the Hub give, a tied head once. pythia-160m's page counts both embeddings.
 PARAMETERS = {

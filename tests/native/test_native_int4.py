@@ -20,8 +20,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline import report
 from nanoinfer.roofline.arithmetic import decode
+from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.formats import int4
-from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.utils.arrays import to_numpy
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")

@@ -88,8 +88,8 @@ def test_a_suite_runs_where_only_numpy_and_torch_are_installed(tmp_path: Path) -
     folder = make_folder(tmp_path / "tiny", config, chars=None)
     code = f"""
 from nanoinfer.bench.run import Plan, run
-from nanoinfer.roofline import measure
-measure.CPU_WORKLOAD = measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1)
+from nanoinfer.roofline import ceilings
+ceilings.CPU_WORKLOAD = ceilings.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1)
 ((made,), _) = run(Plan(model={str(folder)!r}, engine=("static",), prompt_tokens=(4,), output_tokens=(4,)), "test")
 print([row.error for row in made.rows])
 """

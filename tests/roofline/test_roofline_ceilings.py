@@ -10,12 +10,11 @@ import pytest
 
 from helpers.errors import refuses
 from helpers.models import TINY
-from nanoinfer.roofline import measure as measuring
+from nanoinfer.roofline import ceilings as measuring
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.ceilings import DEVICES, Ceiling, Workload, find_device, measure
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.measure import DEVICES, Workload, find_device, measure
-from nanoinfer.roofline.predict import predict
+from nanoinfer.roofline.report import predict
 from nanoinfer.utils import environment
 from nanoinfer.utils.environment import num_cpus
 
@@ -123,11 +122,11 @@ def test_a_prediction_reads_the_whole_step_at_the_speed_of_its_bytes() -> None:
     cost = decode(TINY, FP32)
     weights, whole = cost.model.bytes(0, 0), cost.model.bytes(4, 32)
     ceiling = Ceiling("cached", 1e3, {"float32": 1e30}, "test", bandwidth_by_bytes={weights: 1e6, 2 * whole: 1e3})
-    step = predict(cost, ceiling, FP32, 4, 32)
+    step = predict(cost.model, ceiling, FP32, 4, 32)
     assert whole > weights  # by the keys and values
     expected = weights / 1e6 + (whole - weights) / (2 * whole - weights) * (2 * whole / 1e3 - weights / 1e6)
     assert step.memory_sec == pytest.approx(expected, rel=1e-12)
-    assert predict(cost, ceiling, FP32, 4, 1).memory_sec < expected
+    assert predict(cost.model, ceiling, FP32, 4, 1).memory_sec < expected
 
 
 def test_results_keep_the_bandwidths() -> None:

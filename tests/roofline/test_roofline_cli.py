@@ -19,9 +19,8 @@ from helpers.environment import ROOT
 from helpers.models import TINY, edit_config, make_model
 from nanoinfer.cli.measure import si
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.ceilings import DEVICES, Ceiling
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.measure import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
 PAGE = (ROOT / "docs" / "inference-math.md").read_text()

@@ -15,9 +15,8 @@ from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.formats import FORMATS, find_model, find_shape
 from nanoinfer.roofline.report import Question, answer
-from nanoinfer.roofline.shapes import find_model, find_shape
 
 C, F, V, L, D = 64, 128, 70, 3, 32
 Q6_K = 14

@@ -14,7 +14,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
-from nanoinfer.roofline.predict import predict
+from nanoinfer.roofline.report import predict
 
 NAIVE = ("recompute",)  # engines without a cache
 _CACHES_IN_16_BITS = ("llama.cpp", "openvino", "vllm")
@@ -48,7 +48,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
         "flops_per_token": cost.model.flops(case.batch, mean) / case.batch,
     }
     with contextlib.suppress(NanoinferError):  # the throughput in this dtype is unknown
-        fields["predicted_tokens_per_sec"] = case.batch / predict(cost, ceiling, fmt, case.batch, mean).seconds
+        fields["predicted_tokens_per_sec"] = case.batch / predict(cost.model, ceiling, fmt, case.batch, mean).seconds
     return fields
 
 

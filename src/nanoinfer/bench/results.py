@@ -13,7 +13,7 @@
     }
 
 `read_bytes_per_sec` is the speed of the main memory; on a GPU that of a copy, bytes read and bytes written together.
-`read_bytes_per_sec_by_size` has a CPU's by the size of the buffer (`roofline.measure`); it is missing in older files,
+`read_bytes_per_sec_by_size` has a CPU's by the size of the buffer (`roofline.ceilings`); it is missing in older files,
 whose limits follow from the main memory alone. A row is a case, its measurements, and what the arithmetic derives from
 them; every key is a field of `case.Row`. A case that failed is a row with `error` set and no figures. Unknown is null,
 never a guess. A row is one line, numbers have 4 significant digits, and fields with their default value are left out.

@@ -25,7 +25,7 @@ from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.formats import find_shape
 from nanoinfer.utils.checks import bounded, keep_fields, require_choice
 from nanoinfer.utils.files import require_writable, write_atomically
 from nanoinfer.utils.progress import ProgressBar
@@ -135,7 +135,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
 
 def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str], None]) -> bool:
     """Measure each suite and append its results to `done`; return whether the user interrupted."""
-    from nanoinfer.roofline.measure import measure
+    from nanoinfer.roofline.ceilings import measure
 
     started = time.monotonic()
     device = resolve_device(plan.device)

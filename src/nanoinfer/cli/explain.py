@@ -8,7 +8,7 @@ from pathlib import Path
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, of_model, option
 from nanoinfer.config import LLMConfig
-from nanoinfer.roofline.measure import CPU_WORKLOAD, MEASURE, find_device, measure
+from nanoinfer.roofline.ceilings import CPU_WORKLOAD, MEASURE, find_device, measure
 from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
 from nanoinfer.utils.files import require_writable, write_atomically
 

@@ -24,7 +24,7 @@ from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, opti
 from nanoinfer.cli.terminal import finite_json, print_json, report_console, report_table
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.measure import DEVICES
+from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.report import Question, answer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int

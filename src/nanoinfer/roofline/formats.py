@@ -5,19 +5,33 @@ int8 is a format of engine `native`, which computes with those of GGUF files as 
 head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model, are then
 stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
 int8 and int4, and 2 bytes per value with the formats of GGUF files.
+
+`find_model` finds the shape and the format of a model without reading its weights. A preset (gpt2-xl) and
+random:<preset> need no file. A built-in model and a folder need their config.json, and wide:<model>:<preset> needs the
+config of its model. A nanoGPT checkpoint and a GGUF file are opened, because they contain the config. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from nanoinfer.checkpoints import huggingface, nanogpt, packages, packed
+from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.checkpoints.gguf.formats import Format
-from nanoinfer.checkpoints.weights import int4_formats
+from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
+from nanoinfer.checkpoints.transforms import widened
+from nanoinfer.checkpoints.weights import Weights, int4_formats
 from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.parameters import shapes
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.utils.arrays import BlockFormats, format_names
+from nanoinfer.utils.checks import show
 
 
 @dataclass(frozen=True)
@@ -125,3 +139,62 @@ def _joined(formats: BlockFormats) -> WeightFormat:
     parts = tuple((FORMATS[name.upper()], rows) for name, rows in formats)
     first = parts[0][0]
     return first if len(parts) == 1 else replace(first, name=" + ".join(f.name for f, _ in parts), parts=parts)
+
+
+def find_shape(name: str) -> ModelConfig:
+    """Return the config of a model. Args and Raises: as `find_model`."""
+    return find_model(name)[0]
+
+
+def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
+    """Return the config of a model, and its format in engine `native` if it has matrices in blocks.
+
+    Those are GGUF files and quantized folders.
+
+    Args:
+        name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, a
+            ckpt.pt, or a GGUF file.
+
+    Raises:
+        NanoinferError: the model does not exist, or its config is malformed.
+    """
+    if name.startswith("wide:"):
+        source, preset_shape = split_wide(name)
+        try:
+            return widened(find_shape(source), n_embd=preset_shape.n_embd, n_layer=preset_shape.n_layer), None
+        except NanoinferError as e:
+            raise NanoinferError(f"model {name!r}: {e}") from None
+    if name in builtin_names():
+        return huggingface.read_config(BUILTIN / name / "config.json"), None
+    preset = name.removeprefix("random:")
+    if preset in PRESETS:
+        return PRESETS[preset], None
+    if preset == name and (path := _path(name)) is not None:
+        if is_gguf(path):
+            return _stored(gguf.open_file(path)[0])
+        if (checkpoint := nanogpt.find_nanochat(path)) is not None:
+            return nanogpt.open_nanochat(checkpoint).config, None
+        if path.is_file():
+            return nanogpt.open_checkpoint(path)[0].config, None
+        quantized = path.is_dir() and not packed.is_packed(path)  # packed weights are in a format of engine native
+        if quantized and huggingface.quantization_of(path / "config.json") is not None:
+            return _stored(huggingface.open_folder(path))
+        if path.is_dir():
+            return huggingface.read_config(path / "config.json"), None
+    raise NanoinferError(
+        f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
+        " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
+    )
+
+
+def _stored(weights: Weights) -> tuple[ModelConfig, WeightFormat | None]:
+    return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
+
+
+def _path(name: str) -> Path | None:
+    """Return the path for a name; None if it does not exist or cannot be one."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    return packages.find(name) if name in packages.PACKAGES else None

@@ -1,4 +1,14 @@
-"""Roofline report for a model on a device: a JSON document whose keys include units."""
+"""Predicted times of a model on a device, and the report of them: a JSON document whose keys include units.
+
+The roofline model (Williams, Waterman and Patterson 2009) assumes that memory traffic and arithmetic overlap fully:
+
+    seconds = max(bytes / bandwidth, FLOPs / throughput)
+
+The larger term determines whether the step is memory-bound or compute-bound. The result is a lower bound: kernel
+launches, thread synchronization, sampling and load imbalance add to it. With published peaks no step can be faster;
+with `measure` the bound holds for the measured peaks, of which the bandwidth depends on the bytes: a step whose weights
+and KV cache fit in a CPU's caches finds them there again.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +18,115 @@ from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import Cost, StepCost, kv_cache_layer, state_layer
-from nanoinfer.roofline.formats import FORMATS, int4
-from nanoinfer.roofline.measure import DEVICES, MEASURE, find_device
-from nanoinfer.roofline.predict import Setting, generation, prompt_length
-from nanoinfer.roofline.shapes import find_model
-from nanoinfer.utils.checks import bounded, keep_fields, require_choice
+from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer, prefill, state_layer
+from nanoinfer.roofline.ceilings import DEVICES, MEASURE, Ceiling, find_device
+from nanoinfer.roofline.formats import FORMATS, WeightFormat, find_model, int4
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_int
 
 MAX_BATCH = 1 << 20
+MAX_NEW_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Lower bound of a step's time, and its terms."""
+
+    flops: int
+    bytes: int
+    memory_sec: float
+    """Seconds to read the bytes."""
+    compute_sec: float
+    """Seconds for the FLOPs."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return max(self.memory_sec, self.compute_sec)
+
+    @property
+    def bound(self) -> str:
+        """What limits the step: "memory" or "compute"."""
+        return "memory" if self.memory_sec >= self.compute_sec else "compute"
+
+    @property
+    def bound_ratio(self) -> float:
+        """Ratio of the larger to the smaller term, >= 1."""
+        return self.seconds / min(self.memory_sec, self.compute_sec)
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs per byte read."""
+        return self.flops / self.bytes
+
+
+def predict(cost: Cost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int) -> Prediction:
+    """Return the prediction for a step of B sequences whose newest token attends to N tokens.
+
+    `cost` is from `arithmetic`, for weights in the format `fmt`, which determines the dtype of the arithmetic. Raises
+    NanoinferError if the device has no throughput for it.
+    """
+    flops, num_bytes = cost.flops(B, N), cost.bytes(B, N)
+    return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a device, for B sequences of N tokens."""
+
+    config: ModelConfig
+    fmt: WeightFormat
+    ceiling: Ceiling
+    B: int
+    N: int
+
+    def predict(self, cost: StepCost) -> Prediction:
+        """Return the prediction for a step."""
+        return predict(cost.model, self.ceiling, self.fmt, self.B, self.N)
+
+
+def prompt_length(num_tokens: int, num_new: int) -> int:
+    """Return the prompt length for which the last of `num_new` tokens is sampled after `num_tokens` tokens.
+
+    prompt_length(100, 10)  ->  91
+
+    Raises:
+        NanoinferError: num_new is not in [1, num_tokens], or above MAX_NEW_TOKENS.
+    """
+    require_int("new_tokens", num_new, 1, MAX_NEW_TOKENS)
+    if num_new > num_tokens:
+        raise NanoinferError(
+            f"new_tokens={num_new} is more than context={num_tokens}, the tokens before the last new token:"
+            f" use at most {num_tokens}"
+        )
+    return num_tokens - num_new + 1
+
+
+def generation(setting: Setting, num_new: int) -> dict[str, float]:
+    """Return the seconds to generate `num_new` tokens of each of B sequences, the last one after N tokens.
+
+    The prompt has P = N - num_new + 1 tokens. Without a cache there are num_new prefills, of P, P + 1, ... tokens. With
+    a cache there is one prefill of P tokens, which gives the first new token, and num_new - 1 steps of one token. The
+    times of the last step alone are compared, too.
+
+    Raises:
+        NanoinferError: num_new is not in [1, N], or above MAX_NEW_TOKENS.
+    """
+    first, fmt = prompt_length(setting.N, num_new), setting.fmt
+
+    def seconds(cost: StepCost, start: int) -> list[float]:
+        model, lengths = cost.model, range(start, setting.N + 1)
+        return [predict(model, setting.ceiling, fmt, setting.B, n).seconds for n in lengths]
+
+    naive, cached = seconds(prefill(setting.config, fmt), first), seconds(decode(setting.config, fmt), first)
+    naive_sec, cached_sec = sum(naive), naive[0] + sum(cached[1:])
+    return {
+        "num_prompt_tokens": first,
+        "num_new_tokens": num_new,
+        "cached_sec": cached_sec,
+        "naive_sec": naive_sec,
+        "cached_over_naive": naive_sec / cached_sec,
+        "cached_over_naive_last_step": naive[-1] / cached[-1],
+    }
 
 
 @dataclass(frozen=True)
@@ -43,7 +154,7 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     """Return the report as a JSON-serializable dict.
 
     Args:
-        model: see `shapes.find_shape`.
+        model: see `find_model`.
         question: the parameters.
         local_device: what device="measure" measures: cpu or cuda:N.
 
@@ -63,15 +174,15 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         "model": model,
         "shape": asdict(config),
         "device": asdict(ceiling),
-        "dtype": setting.fmt.name,
-        "compute_dtype": ceiling.compute_dtype(setting.fmt),
-        "ridge_flops_per_byte": ceiling.ridge(setting.fmt, math.inf),
+        "dtype": fmt.name,
+        "compute_dtype": ceiling.compute_dtype(fmt),
+        "ridge_flops_per_byte": ceiling.ridge(fmt, math.inf),
         "batch": question.batch,
         "context_tokens": N,
-        "prefill": _step(setting, setting.prefill, question.batch * N),
-        "decode": _step(setting, setting.decode, question.batch),
-        "memory": _memory(setting),
-        "generation": _generation(setting, num_new),
+        "prefill": _step(setting, prefill(config, fmt), question.batch * N),
+        "decode": _step(setting, step := decode(config, fmt), question.batch),
+        "memory": _memory(setting, step.weight_bytes),
+        "generation": generation(setting, num_new),
     }
 
 
@@ -107,15 +218,14 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _memory(setting: Setting) -> dict[str, Any]:
-    """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
+def _memory(setting: Setting, weights: int) -> dict[str, Any]:
+    """Return the sizes of weights, of which steps read `weights`, and KV cache, and whether they fit in the memory."""
     config, fmt = setting.config, setting.fmt
     own = [config.at(i) for i in config.kv_layers]  # with keys and values of their own
     layer, *others = (kv_cache_layer(of_layer, fmt) for of_layer in own)
     total = sum(others, layer)
     for _ in config.recurrent_layers:
         total += state_layer(config)
-    weights = setting.decode.weight_bytes
     # In memory but not read by a step: the lookup tables wpe, per-layer embeddings and, with an untied head, wte.
     if config.learned_positions:
         weights += config.block_size * config.n_embd * fmt.vector_bytes
@@ -137,10 +247,3 @@ def _memory(setting: Setting) -> dict[str, Any]:
         "kv_cache_bytes": cache,
         "fits": None if limit is None else weights + cache <= limit,
     }
-
-
-def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
-    """Return the speed-up by the KV cache: of the step at the context, and of a whole generation."""
-    g = generation(setting, num_new)
-    naive, cached = (setting.predict(cost).seconds for cost in (setting.prefill, setting.decode))
-    return asdict(g) | {"cached_over_naive": g.naive_sec / g.cached_sec, "cached_over_naive_last_step": naive / cached}

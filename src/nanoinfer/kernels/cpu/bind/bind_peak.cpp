@@ -1,4 +1,4 @@
-// Python bindings for nanoinfer.roofline.measure: the ceilings of arithmetic (peak.h) and of memory.
+// Python bindings for nanoinfer.roofline.ceilings: the ceilings of arithmetic (peak.h) and of memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
