@@ -61,7 +61,7 @@ from nanoinfer.engines.native import NativeEngine
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.tokenizers.tokenizer import fingerprint
 from nanoinfer.training import loop
-from nanoinfer.training.run import STATE, TrainRun
+from nanoinfer.training.loop import STATE, TrainRun
 from nanoinfer.training.train_config import TrainConfig
 
 

@@ -96,7 +96,7 @@ def test_hostile_options(
     monkeypatch.setattr(hub, "find", offline)
     monkeypatch.setattr("nanoinfer.cli.measure.run_plan", lambda plan, command: ([], False))  # measuring takes seconds
     monkeypatch.setattr("nanoinfer.server.run.serve", lambda llm, config, bound: llm.shutdown())
-    monkeypatch.setattr("nanoinfer.cluster.serve.serve", lambda *_: None)  # --idle-unload 1e9 would serve for ever
+    monkeypatch.setattr("nanoinfer.cluster.front.serve", lambda *_: None)  # --idle-unload 1e9 would serve for ever
     mine = PAIRS[group::SHARED]
     mine = random.Random(group).sample(mine, min(num_pairs, len(mine)))
     for i, (command, option, value) in enumerate(mine):

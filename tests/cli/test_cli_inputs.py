@@ -245,7 +245,7 @@ def test_chat_templates_of_models(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[str], expected: list[Any]
 ) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("nanoinfer.cluster.serve.serve", lambda configs, *rest: served.extend(configs))
+    monkeypatch.setattr("nanoinfer.cluster.front.serve", lambda configs, *rest: served.extend(configs))
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         (tmp_path / name).write_text(name.upper())

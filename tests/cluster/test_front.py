@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from helpers.asgi import Response, call, post, until
 from helpers.replicas import Setup, front
 from nanoinfer import NanoinferError
-from nanoinfer.cluster import metrics
+from nanoinfer.cluster import front as cluster_front
 from nanoinfer.cluster.front import ATTEMPTS
 from nanoinfer.cluster.link import head_of
 from nanoinfer.server.access import combined_salt
@@ -364,7 +364,7 @@ def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatc
             await setup.add(0, 0, _metrics(5, 0.5))
             await setup.add(0, 1, _metrics(7, 0.25, until=answers))
             for seconds, replicas in ((0.01, "0"), (30.0, "01")):
-                monkeypatch.setattr(metrics, "REPLICA_SEC", seconds)
+                monkeypatch.setattr(cluster_front, "REPLICA_SEC", seconds)
                 (answers.set if seconds > 1 else answers.clear)()
                 text = (await call(setup.app, path="/metrics")).content.decode()
                 lines = [line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")]

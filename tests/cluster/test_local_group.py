@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
 from helpers.asgi import until
 from nanoinfer import NanoinferError
-from nanoinfer.cluster import local, serve
+from nanoinfer.cluster import front, local
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec, _Replicas
 from nanoinfer.cluster.local import Group
@@ -246,7 +246,7 @@ def test_signals_during_a_reload_are_one_more_reload() -> None:
                 loads.append(loaded := asyncio.get_running_loop().create_future())
                 await loaded
 
-        reloading = asyncio.create_task(serve.reload([Model()], requested))  # type: ignore[list-item]
+        reloading = asyncio.create_task(front.reload([Model()], requested))  # type: ignore[list-item]
         requested.set()
         await until(lambda: len(loads) == 1)
         for _ in range(24):

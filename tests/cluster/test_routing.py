@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.cluster.routing import BLOCK_CHARS, MAX_BLOCKS, PrefixTable, choose, prefix_blocks
+from nanoinfer.cluster.link import BLOCK_CHARS, MAX_BLOCKS, PrefixTable, choose, prefix_blocks
 
 SHARED = "You are a helpful assistant of the library of Alexandria. " * 4
 

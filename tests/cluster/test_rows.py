@@ -15,7 +15,7 @@ from helpers.errors import refuses
 pa = pytest.importorskip("pyarrow")
 
 from nanoinfer.batch.records import read_form  # noqa: E402
-from nanoinfer.ray.rows import add_records, to_lines  # noqa: E402
+from nanoinfer.ray.generator import add_records, to_lines  # noqa: E402
 
 
 def fields(table: Any, number: str | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ from helpers.chat import HI, chat_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.core.step import NoObserver
 from nanoinfer.explain import record
-from nanoinfer.server.generation import CHAT
+from nanoinfer.server.routes import CHAT
 
 PATH = "/page/explain"
 BODY: dict[str, Any] = {"prompt": "O Romeo, what is", "max_tokens": 12, "n": 2, "temperature": 0.8, "seed": 3}

@@ -24,7 +24,7 @@ from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.core import output_processor as request_outputs
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
-from nanoinfer.server import generation, http, service
+from nanoinfer.server import http, routes, service
 from nanoinfer.utils import json_pieces
 
 LONG = replace(TINY, block_size=2048)
@@ -130,7 +130,7 @@ def test_a_log_probability_that_is_not_finite_is_an_error_not_half_a_response(
 def test_a_large_body_is_read_and_checked_in_a_thread(chat: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = [
         Calls(service.Service, "parse", monkeypatch, lambda _: 1),
-        Calls(generation, "check_request", monkeypatch, lambda _: 1),
+        Calls(routes, "check_request", monkeypatch, lambda _: 1),
         Calls(http, "parse_json", monkeypatch, lambda _: 1),
     ]
     requests: list[tuple[str, dict[str, Any]]] = [

@@ -24,7 +24,7 @@ from nanoinfer import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.cli.app import run
 from nanoinfer.cluster.config import ClusterConfig
-from nanoinfer.cluster.serve import check
+from nanoinfer.cluster.front import check
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.lora_request import named_adapters
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS

@@ -20,8 +20,7 @@ from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.cli.train import _Writer
 from nanoinfer.training import loop
-from nanoinfer.training.loop import TrainProgress, train
-from nanoinfer.training.run import TrainRun
+from nanoinfer.training.loop import TrainProgress, TrainRun, train
 from nanoinfer.training.train_config import TrainConfig
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80

@@ -28,7 +28,7 @@ COMMANDS = {
     "engines": ("lists:engines", "List the engines and what each supports on this machine."),
     "eval": ("measure:evaluate", "Print the perplexity of a text file, and bits per character."),
     "bench": ("measure:bench", "Measure engines and peers, next to the limits of the hardware."),
-    "explain": ("explain:explain", "Write a page that shows a generation step by step."),
+    "explain": ("generate:explain", "Write a page that shows a generation step by step."),
     "profile": ("measure:profile", "Print the time of each part of the model and of each operator."),
     "roofline": ("measure:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
     "train": ("train:train", "Train a model or a draft model."),

@@ -62,7 +62,7 @@ def serve(
     server = access.with_keys(server)
     connections.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
     if len(configs) > 1 or cluster.needs_front:
-        from nanoinfer.cluster import serve as front  # one model in this process does without: it starts faster
+        from nanoinfer.cluster import front  # one model in this process does without: it starts faster
 
         front.check(configs, server, cluster)
         return front.serve(configs, server, cluster, run.bind(server))

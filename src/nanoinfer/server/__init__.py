@@ -3,8 +3,7 @@
 app.py          the table of routes, and the stack of middleware
 config.py       all options and limits
 service.py      what the routes share: the model, its names, the requests to it
-generation.py   the routes that generate
-routes.py       the other routes
+routes.py       the routes
 openapi.py      the OpenAPI document, from the tables of routes and fields
 page_routes.py  the page: files without external resources, and the Markdown of answers
 http.py         bodies, responses, and refusals

@@ -20,7 +20,7 @@ from nanoinfer.protocols.fields import (
     RESPONSES,
     TOKENIZE,
 )
-from nanoinfer.server import generation, page_routes, routes
+from nanoinfer.server import page_routes, routes
 from nanoinfer.server.access import CheckOrigins, RequireKey
 from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.config import ServerConfig
@@ -30,10 +30,10 @@ from nanoinfer.server.service import Service
 from nanoinfer.utils.json_pieces import json_bytes
 
 ROUTES = (
-    RouteSpec("POST", COMPLETIONS, generation.generate),
-    RouteSpec("POST", CHAT, generation.generate),
-    RouteSpec("POST", RESPONSES, generation.generate),
-    RouteSpec("POST", MESSAGES, generation.generate),
+    RouteSpec("POST", COMPLETIONS, routes.generate),
+    RouteSpec("POST", CHAT, routes.generate),
+    RouteSpec("POST", RESPONSES, routes.generate),
+    RouteSpec("POST", MESSAGES, routes.generate),
     RouteSpec("POST", COUNT_TOKENS, routes.count_tokens),
     RouteSpec("POST", EMBEDDINGS, routes.embed),
     RouteSpec("GET", "/v1/models", routes.models),
@@ -46,7 +46,7 @@ ROUTES = (
     RouteSpec("GET", "/metrics", routes.metrics),
     RouteSpec("GET", "/openapi.json", routes.openapi),
     RouteSpec("POST", "/page/markdown", page_routes.markdown),
-    RouteSpec("POST", "/page/explain", generation.explain),
+    RouteSpec("POST", "/page/explain", routes.explain),
 )
 """The routes, from which the application and the OpenAPI document are made."""
 

@@ -5,40 +5,50 @@ run produces the same weights as an uninterrupted one. Validation covers the hel
 it. The result is a Hugging Face folder.
 
 `out` contains the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json) and
-`training.state`, from which `--resume` continues (run.py).
+`training.state`, from which `--resume` continues.
+
+A run replaces only files that it wrote. `training.state` is a safetensors file with the weights, Adam's moments, the
+tokenizer, and a JSON record of the settings, the step, and digests of the data and of the saved model. Its name has no
+.safetensors suffix, because other programs load every *.safetensors file of a folder. When the model improved, a save
+has three parts, and the run can be killed between any two of them without loss:
+
+    training.state.pending -> model files -> training.state.pending renamed to training.state
+
+If a run resumes from a pending state, the state is complete but the model files may not be, so they are written again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.checkpoints.gpt_loading import init_weights, load_gpt
+from nanoinfer.checkpoints.gpt_loading import from_torch, init_weights, load_gpt, to_torch, weights_of
 from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about
+from nanoinfer.models.stored import read_safetensors, to_safetensors
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import data, distill
-from nanoinfer.training.run import (
-    State,
-    TrainRun,
-    check_digest,
-    digest_texts,
-    digest_weights,
-    finish,
-    read_state,
-    restore,
-    save,
-)  # fmt: skip
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.utils.files import require_writable
+from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import parse_json, read_text, reason, require_writable, write_atomically
 
 
 @dataclass(frozen=True)
@@ -229,3 +239,245 @@ def validate(run: TrainRun) -> float:
         total += run.loss(x, y).item() * x.numel()
         count += x.numel()
     return total / count
+
+
+STATE = "training.state"
+PENDING = "training.state.pending"
+_MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl")
+_MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+_FREE = ("out", "device", "data")  # settings that may change; the content of the data is compared by its digest
+
+
+@dataclass
+class TrainRun:
+    """State of a training run; created by `prepare`."""
+
+    config: TrainConfig
+    device: torch.device
+    model: Transformer
+    tokenizer_json: str
+    train: data.Batches | distill.TargetBatches
+    val: data.Batches | distill.TargetBatches
+    val_chars_per_token: float
+    step: int = 0
+    best_val_loss: float = math.inf
+    optimizer: torch.optim.Optimizer | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the data and, if there is one, of the target's weights. A resumed run must have the same digests."""
+    saved_weights: str = ""
+    """Digest of the weights last saved."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss, nats per token, of inputs x, (B, T).
+
+        Args:
+            x: token ids.
+            y: the next token ids, (B, T), for cross-entropy; or the target's hidden states, (B, T, C), for the
+                distillation loss, which in validation is the KL divergence alone.
+        """
+        x, y = x.to(self.device), y.to(self.device)
+        with self.autocast():
+            logits = self.model(x)
+        if isinstance(self.train, distill.TargetBatches):
+            expected = self.train.logits(y)
+            kl, distance = distill.divergences(logits[..., : expected.shape[-1]], expected)
+            return kl + distance if self.model.training else kl
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast context for the dtype of the config."""
+        if self.config.autocast == "bfloat16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class State:
+    """A saved state whose settings match the run. `restore` checks its tensors."""
+
+    path: Path
+    record: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the run was killed while it wrote the model."""
+        return self.path.name == PENDING
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The run's tokenizer."""
+        return bytes(self.tensors["tokenizer_json"].numpy()).decode()
+
+
+def digest_texts(texts: Sequence[str]) -> str:
+    """Return a hash of texts, including their boundaries."""
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def digest_weights(model: torch.nn.Module, like: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Return a hash of `model`'s weights that have the names of `like`'s parameters, converted to `dtype`."""
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters())
+    for name, _ in like.named_parameters():
+        p = parameters[name].detach().to("cpu", dtype).contiguous()
+        digest.update(f"{name} {list(p.shape)}".encode())
+        digest.update(p.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
+    """Return the state to resume from, or None if the folder contains no state and no model.
+
+    Raises:
+        NanoinferError: the folder contains a state and resume is False; it contains a model without a state; or the
+            state is malformed, of an older version, or has other settings.
+    """
+    try:
+        names = sorted(os.listdir(out)) if os.path.lexists(out) else []
+    except OSError as e:
+        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: choose another folder") from None
+    path = next((out / name for name in (PENDING, STATE) if name in names), None)
+    if path is None:
+        if model := next((n for n in names if n in _MODEL_NAMES or n.endswith(_MODEL_SUFFIXES)), None):
+            raise NanoinferError(f"out={out} contains {model}, but no training state: choose another folder")
+        return None  # a run that was killed before its first save starts again
+    if not resume:
+        raise NanoinferError(f"out={out} already holds {path.name}: add --resume, or choose another folder")
+    state = _read(path)
+    saved, now = state.record["config"], json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in now.keys() - set(_FREE):
+        if saved.get(name) != now[name]:
+            raise NanoinferError(
+                f"{path} was made with {name}={show(saved.get(name))}, not {now[name]!r}: resume with the same settings"
+            )
+    return state
+
+
+def _read(path: Path) -> State:
+    """Return a state; check the keys and types of its record, and that its tokenizer is UTF-8."""
+    stored = read_safetensors(path)
+    for name, tensor in stored.items():
+        if tensor.dtype not in (*ITEM_BYTES, "uint8"):
+            raise NanoinferError(f"{path} is not a training state: tensor {show(name)} is {tensor.dtype[:20]}")
+    try:
+        tensors = {name: to_torch(tensor.read()) for name, tensor in stored.items()}
+        texts = {name: bytes(tensors[name].numpy()) for name in ("record", "tokenizer_json")}
+        record = parse_json(texts["record"], f"{path} is not a training state")
+        for key, kind in {"config": dict, "step": int, "best_val_loss": float, "digests": dict, "weights": str}.items():
+            if type(record[key]) is not kind:
+                raise ValueError(f"{key} is a {type(record[key]).__name__}")
+        texts["tokenizer_json"].decode()
+    except NanoinferError:
+        raise
+    except Exception as e:  # missing keys, wrong types, a dtype that NumPy lacks
+        raise NanoinferError(f"{path} is not a training state: {type(e).__name__}: {reason(e)}") from None
+    return State(path, record, tensors)
+
+
+def check_digest(state: State | None, name: str, digest: str, what: str) -> None:
+    """Raise NanoinferError if the digest in the state differs from this run's; `what` describes the difference."""
+    if state is not None and state.record["digests"].get(name) != digest:
+        raise NanoinferError(f"{state.path} was made with {what}: resume with the same, or choose another folder")
+
+
+def restore(run: TrainRun, state: State) -> None:
+    """Restore a run from its state.
+
+    Raises:
+        NanoinferError: the names, shapes, dtypes or values of the tensors do not fit the run, or the model in its
+            folder is not the one that it wrote.
+    """
+    assert run.optimizer is not None
+    step, best = state.record["step"], state.record["best_val_loss"]
+    if not (1 <= step <= run.config.max_steps and math.isfinite(best)):
+        raise NanoinferError(f"{state.path} is not a training state: step={show(step)}, best_val_loss={best}")
+    if state.tokenizer_json != run.tokenizer_json:
+        raise NanoinferError(f"{state.path} was made with another tokenizer: resume with the same one")
+    expected = _tensors(run, fresh=True)
+    saved = {n: t for n, t in state.tensors.items() if n not in ("record", "tokenizer_json")}
+    for name in sorted(expected.keys() | saved.keys()):
+        have, want = (_describe(some.get(name)) for some in (saved, expected))
+        if have != want:
+            raise NanoinferError(f"{state.path}: tensor {show(name)} is {have}, but the run's is {want}")
+        if not saved[name].isfinite().all():
+            raise NanoinferError(f"{state.path}: tensor {name} has values that are not finite")
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(saved[f"model.{name}"])
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    moments = {i: {key: saved[f"optimizer.{i}.{key}"] for key in keys} for i in range(len(_parameters(run)))}
+    run.optimizer.load_state_dict({"state": moments, "param_groups": run.optimizer.state_dict()["param_groups"]})
+    run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
+    _check_saved_model(run, state)
+
+
+def _check_saved_model(run: TrainRun, state: State) -> None:
+    """Raise NanoinferError unless the model in the run's folder is the one that the run wrote."""
+    if state.pending:  # `finish` writes the model again
+        return
+    out, dtype = Path(run.config.out), getattr(torch, run.config.save_dtype)
+    path = out / "tokenizer.json"
+    if read_text(path, "a part of the trained model") != run.tokenizer_json:
+        raise NanoinferError(f"{path} differs from the run's: restore the file, or choose another folder")
+    try:
+        same = digest_weights(load_gpt(huggingface.open_folder(out)), run.model, dtype) == run.saved_weights
+    except KeyError:  # a model with other parameters
+        same = False
+    if not same:
+        raise NanoinferError(f"weights in {out} differ from the run's: restore the file, or choose another folder")
+
+
+def save(run: TrainRun, improved: bool) -> None:
+    """Write the state, and the model if it improved."""
+    out = Path(run.config.out)
+    if improved:
+        run.saved_weights = digest_weights(run.model, run.model, getattr(torch, run.config.save_dtype))
+    try:
+        write_atomically(out / (PENDING if improved else STATE), _to_bytes(run))
+        if improved:
+            finish(run)
+    except OSError as e:
+        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: free some space, and resume") from None
+
+
+def finish(run: TrainRun) -> None:
+    """Write the model of the pending state, then rename the pending state."""
+    out = Path(run.config.out)
+    huggingface.save(weights_of(run.model), out, run.tokenizer_json, run.config.save_dtype)
+    os.replace(out / PENDING, out / STATE)
+
+
+def _to_bytes(run: TrainRun) -> bytes:
+    record = {
+        "config": dataclasses.asdict(run.config),
+        "step": run.step,
+        "best_val_loss": run.best_val_loss,
+        "digests": run.digests,
+        "weights": run.saved_weights,
+    }
+    texts = {"record": json.dumps(record), "tokenizer_json": run.tokenizer_json}
+    tensors = {name: HostTensor(np.frombuffer(text.encode(), np.uint8), "uint8") for name, text in texts.items()}
+    return to_safetensors(tensors | {name: from_torch(t) for name, t in _tensors(run).items()})
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _parameters(run: TrainRun) -> list[torch.nn.Parameter]:
+    assert run.optimizer is not None
+    return [p for group in run.optimizer.param_groups for p in group["params"]]
+
+
+def _tensors(run: TrainRun, fresh: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of model and Adam in a state. `fresh`: only their shapes, before Adam's first step."""
+    tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in run.model.named_parameters()}
+    assert run.optimizer is not None
+    for i, p in enumerate(_parameters(run)):
+        moments = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p} if fresh else run.optimizer.state[p]
+        tensors |= {f"optimizer.{i}.{key}": moments[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return tensors
