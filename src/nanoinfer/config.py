@@ -21,9 +21,9 @@ from nanoinfer.engine_config import EngineLimits as EngineLimits
 from nanoinfer.engine_config import LLMConfig as LLMConfig
 from nanoinfer.engine_config import SchedulerConfig as SchedulerConfig
 from nanoinfer.engine_config import SpeculationConfig as SpeculationConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.recurrence import Recurrence
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 SCORINGS = ("softmax", "sigmoid")

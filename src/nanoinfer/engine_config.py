@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.pooling_params import PoolingConfig
-from nanoinfer.utils.checks import keep_int, require_bool, require_choice, show
+from nanoinfer.utils.checks import keep_int, require_bool, require_choice
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")

@@ -1,4 +1,4 @@
-"""The exceptions of nanoinfer.
+"""The exceptions of nanoinfer, and how the values in their messages are written.
 
 Each message is one line that names the input, its value, the limit and the remedy. The command line prints it without a
 traceback and exits with code 2, or with 1 for a ResultError. Control characters in it are escaped: it may quote a file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -15,6 +16,54 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def escaped(text: object, limit: int = 300) -> str:
+    r"""Escape untrusted text for a one-line message: 'a\nb\x1b[1m' -> 'a\\nb\\x1b[1m'.
+
+    Control characters could move a terminal's cursor or begin a second line. Text longer than `limit` is truncated.
+    """
+    shown = str(text)
+    return printable(shown if len(shown) <= limit else f"{shown[:limit]}...")
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's message on one line, escaped."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return escaped(" ".join(text.split()))
+
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def show(value: Any) -> str:
+    """Return a value for an error message: its repr on one line, truncated after 200 characters.
+
+    Only the beginning of a long value is converted: the repr of a megabyte stops all other threads for 0.1 s.
+    """
+    try:
+        beginning = _beginning(value, 2 * _SHOWN)
+    except (ValueError, RecursionError):  # integers of more than 4,300 digits; containers nested 1,000 deep
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    text = " ".join(beginning.split())
+    return text if len(beginning) < 2 * _SHOWN and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _beginning(value: Any, size: int) -> str:
+    """Return the repr of a value, or at least `size` characters of it."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return repr(value[:size])
+    if kind not in (list, tuple, dict) or not value:
+        return repr(value)
+    shown, closing = ("[", "]") if kind is list else ("(", ")") if kind is tuple else ("{", "}")
+    for item in value.items() if kind is dict else value:
+        if len(shown) >= size:
+            return shown
+        for part in item if kind is dict else (item,):  # no generator, whose frames would halve the possible depth
+            shown += _beginning(part, size - len(shown)) + ": "
+        shown = shown[:-2] + ", "
+    return shown[: -1 if kind is tuple and len(value) == 1 else -2] + closing
 
 
 class NanoinferError(ValueError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import keep_int, show
+from nanoinfer.errors import NanoinferError, show
+from nanoinfer.utils.checks import keep_int
 
 
 @dataclass(frozen=True)

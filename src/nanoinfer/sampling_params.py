@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_float, require_int, show
+from nanoinfer.errors import NanoinferError, one_line, show
+from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_float, require_int
 
 COMMAND_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 """Defaults of the commands and the page. Those of the fields are vLLM's, with which small models write noise."""

@@ -10,8 +10,9 @@ import pytest
 
 from nanoinfer import NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.errors import show
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 PAIR: Any = np.array([1, 2])
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers.errors import refuses
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped
 from nanoinfer.utils import files
-from nanoinfer.utils.files import RegularFile, escaped, parse_json, read_json, read_limited, read_text
+from nanoinfer.utils.files import RegularFile, parse_json, read_json, read_limited, read_text
 
 
 def test_text_is_read_character_for_character(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import escaped, reason
+from nanoinfer.errors import NanoinferError, escaped, reason
 
 MAX_LINE_BYTES = 4 << 20
 """A longer line is skipped without being held in memory."""

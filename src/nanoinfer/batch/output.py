@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.batch.lines import STANDARD, LineReader, Place
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import escaped, read_object, reason, require_writable, write_atomically
+from nanoinfer.errors import NanoinferError, escaped, reason
+from nanoinfer.utils.files import read_object, require_writable, write_atomically
 
 FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
-from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.errors import NanoinferError, ResultError, show
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, status_code
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS, SAMPLING, TEMPLATE, FieldError
@@ -26,7 +26,6 @@ from nanoinfer.protocols.pooling import PoolingRequest, parse_pooling, pooling_b
 from nanoinfer.protocols.requests import GenerationRequest, parse, with_fields
 from nanoinfer.protocols.shared import Decode
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, parse_json
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")

@@ -20,7 +20,7 @@ from nanoinfer.batch.records import Form, OpenAIForm, OwnForm, derive_seed, read
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.pooling import Reading, make_all
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.lora_request import LoRARequest
@@ -30,7 +30,6 @@ from nanoinfer.protocols.pooling import PoolingRequest
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.progress import ProgressBar
 
 WINDOW_FACTOR = 8

@@ -27,13 +27,12 @@ from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped
 from nanoinfer.profiling.checks import MAX_NATS, NUM_SEQUENCES, require_close
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.utils.environment import MAX_WAITED
-from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed

@@ -31,10 +31,9 @@ from typing import Any
 
 from nanoinfer.bench.case import Case, Row
 from nanoinfer.bench.stats import Figures
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, parse_json, read_limited, reason
+from nanoinfer.utils.files import parse_json, read_limited
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4

@@ -34,9 +34,8 @@ from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.model_folders import read_passages
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.errors import NanoinferError, one_line
+from nanoinfer.errors import NanoinferError, one_line, reason
 from nanoinfer.utils.environment import waited_seconds
-from nanoinfer.utils.files import reason
 from nanoinfer.utils.processes import end_with_parent
 
 GPU_ANSWER_SEC = 300.0  # a GPU program that hangs never ends; the longest correct answer is a compilation

@@ -28,14 +28,14 @@ from nanoinfer.checkpoints.gguf.model import stored_family
 from nanoinfer.checkpoints.huggingface import ADAPTER, MAX_CONFIG_BYTES, read_tensors, text_part
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe, split_name
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
-from nanoinfer.utils.checks import require_float, require_int, show
-from nanoinfer.utils.files import escaped, read_object
+from nanoinfer.utils.checks import require_float, require_int
+from nanoinfer.utils.files import read_object
 
 TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj")
 """The modules of a layer that an adapter may update."""

@@ -19,10 +19,9 @@ from pathlib import Path, PurePosixPath
 
 from nanoinfer.checkpoints import huggingface, tokenizer_files
 from nanoinfer.checkpoints.gguf.file import PART
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason
 from nanoinfer.models import pooling
 from nanoinfer.models.presets import REPOSITORIES
-from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer")
 

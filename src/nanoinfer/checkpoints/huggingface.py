@@ -25,14 +25,14 @@ from nanoinfer.checkpoints.quantized.methods import dequantized
 from nanoinfer.checkpoints.torch_file import read_checkpoint, stored_tensors
 from nanoinfer.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.utils.arrays import HostTensor
-from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import escaped, read_object, write_folder
+from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.files import read_object, write_folder
 
 log = logging.getLogger("nanoinfer")
 

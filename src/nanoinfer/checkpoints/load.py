@@ -21,15 +21,15 @@ from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.file import MAGIC
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models import pooling
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.pooling import Pooling
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.stored import is_safetensors
 from nanoinfer.tokenizers.limits import MAX_TOKENS
-from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import escaped, first_bytes
+from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.files import first_bytes
 
 if TYPE_CHECKING:
     from nanoinfer.models.transformer import Transformer

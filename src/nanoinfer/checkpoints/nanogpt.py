@@ -20,12 +20,12 @@ from typing import Any
 from nanoinfer.checkpoints.torch_file import PlainUnpickler, read_checkpoint, stored_tensors
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, reason
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, explained, from_core, in_order, prepend, ranked
-from nanoinfer.utils.files import escaped, read_limited, read_object, reason
+from nanoinfer.utils.files import read_limited, read_object
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
 

@@ -28,12 +28,11 @@ from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gguf import formats as gguf_formats
 from nanoinfer.checkpoints.weights import POSITIONS, Weights, has_format, part_name, parts
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, reason, show
 from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.models.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.utils.arrays import BlockFormats, BlockMatrix
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, parse_json, reason, replacing, write_atomically
+from nanoinfer.utils.files import parse_json, replacing, write_atomically
 
 FILE = "packed.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"

@@ -31,7 +31,7 @@ import numpy as np
 
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.splits import SPLITS
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.tokenizers.chat_template import MAX_TEMPLATE
 from nanoinfer.tokenizers.limits import MAX_TOKENS
 from nanoinfer.tokenizers.tokenizer import (
@@ -46,8 +46,8 @@ from nanoinfer.tokenizers.tokenizer import (
     ranked,
     read_table,
 )
-from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import decode_utf8, escaped, first_bytes, parse_json, read_limited, read_object
+from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.files import decode_utf8, first_bytes, parse_json, read_limited, read_object
 
 log = logging.getLogger("nanoinfer")
 

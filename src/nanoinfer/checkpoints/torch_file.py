@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.errors import NanoinferError, escaped, missing_extra, reason
 from nanoinfer.models.stored import StoredTensor
-from nanoinfer.utils.files import RegularFile, escaped, reason
+from nanoinfer.utils.files import RegularFile
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.models.stored import ChangedTensor, JoinedTensor, StoredTensor
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
-from nanoinfer.utils.files import escaped
 
 log = logging.getLogger("nanoinfer")
 

@@ -18,10 +18,10 @@ from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import NO_FLAGS, config_flag, flags, llm_config, of_model, option
 from nanoinfer.cli.terminal import complain, drop, reading_stdin, visible
 from nanoinfer.config import LLMConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason
 from nanoinfer.outputs import ContentDelta, ReasoningDelta
 from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, SamplingParams
-from nanoinfer.utils.files import escaped, parse_json, read_text, reason
+from nanoinfer.utils.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from nanoinfer.entrypoints.chat import AnswerStream, Conversation

@@ -13,11 +13,10 @@ import click
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import config_flag, flags, option
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import format_names
 from nanoinfer.utils.checks import require_choice
-from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.help import command
 from nanoinfer.cli.options import option
 from nanoinfer.cli.terminal import print_json
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, printable, reason
 from nanoinfer.utils import environment
 from nanoinfer.utils.arrays import format_names
-from nanoinfer.utils.files import reason
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.hub import LocalModel

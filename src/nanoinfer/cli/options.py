@@ -22,8 +22,8 @@ import click
 
 from nanoinfer.cli.help import TOPICS, Flag
 from nanoinfer.config import LLMConfig
+from nanoinfer.errors import show
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.field_docs import field_docs
 
 if TYPE_CHECKING:

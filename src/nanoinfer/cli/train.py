@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.help import command
 from nanoinfer.cli.options import flags, option
-from nanoinfer.errors import NanoinferError, ResultError, missing_extra
+from nanoinfer.errors import NanoinferError, ResultError, escaped, missing_extra
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.utils.files import escaped
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.link import Answer, Remote, ReplicaLost, choose, head_of, prefix_blocks
 from nanoinfer.cluster.local import Group, plan_cores, unavailable
 from nanoinfer.config import LLMConfig
-from nanoinfer.errors import NanoinferError, ResultError, one_line, printable
+from nanoinfer.errors import NanoinferError, ResultError, one_line, printable, show
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.access_log import AccessLog, configure_logging, count_tokens
 from nanoinfer.server.app import guarded
@@ -47,7 +47,6 @@ from nanoinfer.server.limits import BoundRequests
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.metrics import PREFIX, response_labels
 from nanoinfer.server.run import listen, log_files
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.workers import Workers
 
 log = logging.getLogger("nanoinfer.server")

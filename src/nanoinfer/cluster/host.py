@@ -33,12 +33,11 @@ from nanoinfer.cluster.link import BACKLOG, serve
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, reason
 from nanoinfer.server.access_log import configure_logging
 from nanoinfer.server.app import build_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.service import served_names
-from nanoinfer.utils.files import reason
 from nanoinfer.utils.processes import end_with_parent
 
 log = logging.getLogger("nanoinfer.server")

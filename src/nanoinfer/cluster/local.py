@@ -21,11 +21,10 @@ from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec
 from nanoinfer.cluster.link import Remote, ReplicaLost
 from nanoinfer.config import LLMConfig
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, printable, reason
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.utils.environment import num_cpus
-from nanoinfer.utils.files import reason
 
 log = logging.getLogger("nanoinfer.server")
 

@@ -13,11 +13,10 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer.checkpoints.adapters import Adapter, read_adapter
 from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.lora_request import LoRARequest
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.utils.checks import show
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine
 from nanoinfer.engines.devices import free_memory, num_cuda_devices
-from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.errors import NanoinferError, missing_extra, show
 from nanoinfer.kv.plan import plan_limits
 from nanoinfer.utils import processes
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.pooling import Reading, pairs, scores
 from nanoinfer.entrypoints.vllm_names import llm_signature
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
@@ -48,7 +48,7 @@ from nanoinfer.outputs import (
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils import processes
-from nanoinfer.utils.checks import require_choice, show
+from nanoinfer.utils.checks import require_choice
 from nanoinfer.utils.workers import Workers
 
 NUM_PREPARING = 4  # threads that prepare requests: a chat template that takes seconds delays no other request

@@ -20,7 +20,7 @@ from typing import Any, cast
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.streams import OutputStream, TextStream
-from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.errors import NanoinferError, missing_extra, show
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.parser import AnswerParser
@@ -31,7 +31,6 @@ from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import AnswerDelta, ChatMessage, CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.utils.checks import show
 
 QUICK_SIZE = 1 << 12
 """Most characters and tokens of an output that is read in an event loop: up to 10 ms."""

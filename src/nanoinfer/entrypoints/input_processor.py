@@ -13,7 +13,7 @@ from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
-from nanoinfer.errors import NanoinferError, input_too_long, too_long
+from nanoinfer.errors import NanoinferError, input_too_long, show, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
@@ -22,7 +22,7 @@ from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammar, Grammars
 from nanoinfer.structured.masks import OutputGrammar
 from nanoinfer.tokenizers.tokenizer import LONG_TEXT
-from nanoinfer.utils.checks import require_int, show
+from nanoinfer.utils.checks import require_int
 
 Params = SamplingParams | BeamSearchParams
 Lora = LoRARequest | Sequence[LoRARequest | None] | None

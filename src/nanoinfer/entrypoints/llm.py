@@ -24,7 +24,7 @@ from nanoinfer.entrypoints.input_processor import Lora, Params, RequestFactory
 from nanoinfer.entrypoints.pooling import Pooler, make_all, pairs, scores
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
-from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.errors import NanoinferError, ResultError, show
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
@@ -41,7 +41,7 @@ from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
-from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.utils.checks import require_bool
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
-from nanoinfer.errors import NanoinferError, ResultError, input_too_long
+from nanoinfer.errors import NanoinferError, ResultError, input_too_long, show
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
 from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
@@ -33,7 +33,6 @@ from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
-from nanoinfer.utils.checks import show
 
 NOTHING = SamplingParams(max_tokens=1)
 """Parameters of the requests: what is only read samples no token."""

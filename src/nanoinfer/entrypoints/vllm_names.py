@@ -16,9 +16,8 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from nanoinfer.config import OF_CHATS, PARTS, LLMConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer")
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.answers.format import ID, IDS, NAMES, PROBE_TOOLS, AnswerFormat, detect, probe_calls
 from nanoinfer.inputs.answers.lark import ReleasedTools
 from nanoinfer.inputs.answers.response_template import ResponseTemplate
@@ -25,7 +25,7 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.structured.vocabulary import special_tokens
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.tokenizers.tokenizer import decode
-from nanoinfer.utils.checks import bounded, keep_fields, show
+from nanoinfer.utils.checks import bounded, keep_fields
 
 log = logging.getLogger("nanoinfer")
 _ARGUMENTS = ("messages", "add_generation_prompt")  # of a template, with parameters of their own

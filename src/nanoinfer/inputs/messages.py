@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, about, one_line, only_text, text_instead_of
+from nanoinfer.errors import NanoinferError, about, one_line, only_text, show, text_instead_of
 from nanoinfer.inputs.prompts import numbered
-from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.utils.checks import require_bool
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; further keys are passed to the template."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import as_int, plain, show
+from nanoinfer.errors import NanoinferError, show
+from nanoinfer.utils.checks import as_int, plain
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _DICT_KEYS = ("prompt", "prompt_token_ids")

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.pooling_params import PoolingConfig
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, read_json, read_object
+from nanoinfer.utils.files import read_json, read_object
 
 MODULES = "modules.json"
 FILES = (MODULES, "[0-9]_Pooling/config.json")

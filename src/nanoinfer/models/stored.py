@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, BlockMatrix, FileBlocks, HostTensor, JoinedBlocks
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
+from nanoinfer.utils.files import RegularFile, first_bytes, parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 MAX_TENSORS = 1 << 16  # of a file; models have some hundreds to some thousands

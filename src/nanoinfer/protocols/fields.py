@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.sampling_params import MAX_LOGPROBS, RANGES, WHOLE_VOCABULARY, SamplingParams
-from nanoinfer.utils.checks import require_bool, require_int, show
+from nanoinfer.utils.checks import require_bool, require_int
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"

@@ -16,14 +16,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, text_instead_of
+from nanoinfer.errors import CONTEXT_LENGTH, NanoinferError, show, text_instead_of
 from nanoinfer.outputs import CompletionOutput, RequestOutput, ToolCall
 from nanoinfer.protocols.errors import anthropic_error, as_sent, renamed, status_code
 from nanoinfer.protocols.fields import BLOCKS, CHAT, MESSAGE, MESSAGES, FieldError, read_fields, read_value
 from nanoinfer.protocols.requests import GenerationRequest, parse
 from nanoinfer.protocols.shared import Outputs, Part, Parts, Shape, StreamWriter, parts_of
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.json_pieces import encode
 
 _KINDS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}

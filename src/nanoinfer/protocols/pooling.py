@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.errors import show
 from nanoinfer.outputs import EmbeddingRequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, FieldError, read_fields
 from nanoinfer.protocols.requests import prompts, queue_options
-from nanoinfer.utils.checks import show
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.protocols.errors import as_sent
 from nanoinfer.protocols.fields import (
     CHAT,
@@ -20,7 +20,6 @@ from nanoinfer.protocols.fields import (
     read_fields,
 )
 from nanoinfer.sampling_params import KINDS, WHOLE_VOCABULARY, SamplingParams, StructuredOutputsParams
-from nanoinfer.utils.checks import show
 
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
 _FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, only_text, text_instead_of
+from nanoinfer.errors import NanoinferError, only_text, show, text_instead_of
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, renamed, status_code
 from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES, FieldError, read_fields
@@ -34,7 +34,6 @@ from nanoinfer.protocols.shared import (
     parts_of,
 )
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.json_pieces import encode
 
 _SAME = ({*SAMPLING_OF[RESPONSES], *TABLES[RESPONSES]} & {*SAMPLING_OF[CHAT], *TABLES[CHAT]}) - {"tools", "tool_choice"}

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nanoinfer import __version__
-from nanoinfer.errors import NanoinferError, missing_extra, one_line
-from nanoinfer.utils.files import escaped
+from nanoinfer.errors import NanoinferError, escaped, missing_extra, one_line
 
 LOCAL = "local"
 CONNECT_SEC = 5.0

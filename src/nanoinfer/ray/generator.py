@@ -22,10 +22,9 @@ from nanoinfer.batch.lines import Line, Place
 from nanoinfer.batch.records import OPENAI_KEYS, OWN_KEYS
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.errors import NanoinferError, missing_extra, show
 from nanoinfer.ray.service import LineService
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import parse_json
 
 if TYPE_CHECKING:

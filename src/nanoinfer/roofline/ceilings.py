@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.utils import environment
-from nanoinfer.utils.checks import require_choice, show
+from nanoinfer.utils.checks import require_choice
 
 
 @dataclass(frozen=True)

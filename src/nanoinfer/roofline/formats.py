@@ -27,11 +27,10 @@ from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wi
 from nanoinfer.checkpoints.transforms import widened
 from nanoinfer.checkpoints.weights import Weights, int4_formats
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.utils.arrays import BlockFormats, format_names
-from nanoinfer.utils.checks import show
 
 
 @dataclass(frozen=True)

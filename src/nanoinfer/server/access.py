@@ -19,13 +19,12 @@ from pathlib import Path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Refusal
 from nanoinfer.utils import environment
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, read_limited
+from nanoinfer.utils.files import read_limited
 
 PUBLIC = page_routes.paths() | {"/health"}
 """Paths that need no key: a load balancer has none, and the page must load before a key can be entered into it. They

@@ -26,9 +26,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason
 from nanoinfer.server.http import SentResponse, unexpected
-from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
 

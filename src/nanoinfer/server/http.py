@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_engine import CLOSED
-from nanoinfer.errors import NanoinferError, QueueFull
+from nanoinfer.errors import NanoinferError, QueueFull, escaped
 from nanoinfer.protocols.errors import anthropic_error, error_body, error_object, status_code
 from nanoinfer.protocols.fields import ANTHROPIC, TABLES
-from nanoinfer.utils.files import decode_utf8, escaped, parse_json
+from nanoinfer.utils.files import decode_utf8, parse_json
 from nanoinfer.utils.json_pieces import json_bytes, json_pieces, json_strings
 from nanoinfer.utils.workers import Workers
 

@@ -18,14 +18,13 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, escaped, printable, reason
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import BoundedServer, uvicorn_options, with_max_connections
 from nanoinfer.server.http import Refusal, SentResponse
 from nanoinfer.server.service import served_names
-from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
 

@@ -15,7 +15,7 @@ from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.protocols import messages, output, responses
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
 from nanoinfer.protocols.requests import GenerationRequest
@@ -24,7 +24,6 @@ from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
 from nanoinfer.server.limits import Quotas, check_logprobs
 from nanoinfer.server.metrics import Metrics
-from nanoinfer.utils.checks import show
 from nanoinfer.utils.workers import Workers
 
 log = logging.getLogger("nanoinfer.server")

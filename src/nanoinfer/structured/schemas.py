@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import show
+from nanoinfer.errors import NanoinferError, show
 
 Schema = dict[str, Any]
 KEEPS_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties")

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, reason
+from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.utils.limited_process import LimitedProcess
 
 MAX_TEMPLATE = 1 << 20  # characters; those of today have up to 30,000

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.tokenizers.limits import (
     MAX_MERGE_WORK,
     MAX_TOKENS,
@@ -42,8 +42,7 @@ from nanoinfer.tokenizers.text_streams import (
     spelled,
 )
 from nanoinfer.utils import processes
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import decode_utf8, escaped, read_limited, reason
+from nanoinfer.utils.files import decode_utf8, read_limited
 
 if TYPE_CHECKING:
     import tokenizers

@@ -40,15 +40,14 @@ from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gpt_loading import from_torch, init_weights, load_gpt, to_torch, weights_of
 from nanoinfer.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, reason, show
 from nanoinfer.models.stored import read_safetensors, to_safetensors
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.tokenizers import tokenizer as tokenizers
 from nanoinfer.training import data, distill
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import parse_json, read_text, reason, require_writable, write_atomically
+from nanoinfer.utils.files import parse_json, read_text, require_writable, write_atomically
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_float, show
+from nanoinfer.errors import NanoinferError, show
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_float
 
 MAX_INT = 2**31 - 1
 

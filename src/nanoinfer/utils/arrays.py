@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import RegularFile, escaped
+from nanoinfer.errors import NanoinferError, escaped
+from nanoinfer.utils.files import RegularFile
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a value, by the dtypes that stored weights may have. Formats of 8 bits and fewer would need scales."""

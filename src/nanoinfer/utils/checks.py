@@ -11,39 +11,7 @@ from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
-
-_SHOWN = 200  # characters of a value in a message
-
-
-def show(value: Any) -> str:
-    """Return a value for an error message: its repr on one line, truncated after 200 characters.
-
-    Only the beginning of a long value is converted: the repr of a megabyte stops all other threads for 0.1 s.
-    """
-    try:
-        beginning = _beginning(value, 2 * _SHOWN)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits; containers nested 1,000 deep
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    text = " ".join(beginning.split())
-    return text if len(beginning) < 2 * _SHOWN and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _beginning(value: Any, size: int) -> str:
-    """Return the repr of a value, or at least `size` characters of it."""
-    kind = type(value)
-    if kind is str or kind is bytes:
-        return repr(value[:size])
-    if kind not in (list, tuple, dict) or not value:
-        return repr(value)
-    shown, closing = ("[", "]") if kind is list else ("(", ")") if kind is tuple else ("{", "}")
-    for item in value.items() if kind is dict else value:
-        if len(shown) >= size:
-            return shown
-        for part in item if kind is dict else (item,):  # no generator, whose frames would halve the possible depth
-            shown += _beginning(part, size - len(shown)) + ": "
-        shown = shown[:-2] + ", "
-    return shown[: -1 if kind is tuple and len(value) == 1 else -2] + closing
+from nanoinfer.errors import NanoinferError, show
 
 
 def plain(value: Any) -> Any:

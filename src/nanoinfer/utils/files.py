@@ -17,25 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanoinfer.errors import NanoinferError, printable
+from nanoinfer.errors import NanoinferError, escaped, reason
 
 MAX_TEXT_BYTES = 1 << 30
 MAX_JSON_DIGITS = 1000  # of one number; Python needs time quadratic in the digits of an integer
-
-
-def escaped(text: object, limit: int = 300) -> str:
-    r"""Escape untrusted text for a one-line message: 'a\nb\x1b[1m' -> 'a\\nb\\x1b[1m'.
-
-    Control characters could move a terminal's cursor or begin a second line. Text longer than `limit` is truncated.
-    """
-    shown = str(text)
-    return printable(shown if len(shown) <= limit else f"{shown[:limit]}...")
-
-
-def reason(error: BaseException) -> str:
-    """Return an exception's message on one line, escaped."""
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return escaped(" ".join(text.split()))
 
 
 class RegularFile:

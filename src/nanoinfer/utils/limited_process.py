@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.files import reason
+from nanoinfer.errors import NanoinferError, reason
 
 WAIT_SEC = 30.0  # for an answer: on a busy machine, the child's CPU time takes longer
 _ENDS: dict[int, str] = {signal.SIGSEGV: "it nests too deep", signal.SIGABRT: "it needs too much memory"}

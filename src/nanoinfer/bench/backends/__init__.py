@@ -17,8 +17,7 @@ from typing import Any
 
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.utils.files import reason
+from nanoinfer.errors import NanoinferError, missing_extra, reason
 
 # Peer -> its class(case, weights folder), in this package. Every other name is an engine of ours.
 PEERS = {

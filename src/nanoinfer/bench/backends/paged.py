@@ -27,9 +27,8 @@ from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, reason
 from nanoinfer.utils.environment import num_cpus
-from nanoinfer.utils.files import reason
 
 _BITS: dict[str, dict[str, Any]] = {
     "int8": {"bits": 8, "sym": True}, "int4": {"bits": 4, "sym": True, "group_size": 128, "ratio": 1.0},

@@ -31,12 +31,12 @@ from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, quantize_q8_0
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
 from nanoinfer.utils.arrays import HostTensor
-from nanoinfer.utils.checks import require_choice, show
-from nanoinfer.utils.files import escaped, reason, replacing
+from nanoinfer.utils.checks import require_choice
+from nanoinfer.utils.files import replacing
 
 if TYPE_CHECKING:
     from nanoinfer.checkpoints.load import LoadedModel

@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, UNSUPPORTED, Format
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.models.stored import ChangedTensor, StoredTensor, contiguous
 from nanoinfer.utils.arrays import BlockMatrix, FileBlocks, HostTensor
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import RegularFile, escaped
+from nanoinfer.utils.files import RegularFile
 
 Value = int | float | bool | str | list[str] | NDArray[np.generic]
 """A value of the metadata. Arrays of strings are lists, arrays of numbers are NumPy arrays."""

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.checkpoints.gguf.file import Value
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
-from nanoinfer.utils.checks import plain, require_int, show
-from nanoinfer.utils.files import escaped
+from nanoinfer.utils.checks import plain, require_int
 
 _NOT_USED: dict[str, tuple[float, ...]] = {
     "expert_count": (0,),

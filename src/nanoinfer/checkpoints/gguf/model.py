@@ -33,7 +33,7 @@ from nanoinfer.checkpoints.gguf.metadata import LONG, Metadata
 from nanoinfer.checkpoints.gguf.tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.checkpoints.weights import Weights, check
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families import FAMILIES, deepseek
 from nanoinfer.models.families.base import FOLDED_HEADS, Family, interleaved
 from nanoinfer.models.families.fields import Fields
@@ -41,8 +41,6 @@ from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.arrays import HostTensor
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped
 
 log = logging.getLogger("nanoinfer")
 

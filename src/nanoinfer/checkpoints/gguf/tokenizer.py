@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.tokenizers.limits import (
     MAX_MERGE_WORK,
@@ -44,7 +44,7 @@ from nanoinfer.tokenizers.tokenizer import (
     from_core,
     surround,
 )
-from nanoinfer.utils.checks import as_int, require_int, show
+from nanoinfer.utils.checks import as_int, require_int
 
 if TYPE_CHECKING:
     import tokenizers

@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf.formats import BY_NAME, OFFSETS, assemble
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import ChangedTensor, StoredTensor, contiguous
 from nanoinfer.utils.arrays import BlockMatrix, HostTensor
-from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import RegularFile, escaped
+from nanoinfer.utils.files import RegularFile
 
 FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""

@@ -45,11 +45,11 @@ from nanoinfer.checkpoints.quantized.base import (
     order_of,
     unpack,
 )
-from nanoinfer.errors import NanoinferError, about
+from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
-from nanoinfer.utils.checks import require_float, show
-from nanoinfer.utils.files import RegularFile, escaped, parse_json
+from nanoinfer.utils.checks import require_float
+from nanoinfer.utils.files import RegularFile, parse_json
 
 log = logging.getLogger("nanoinfer")
 

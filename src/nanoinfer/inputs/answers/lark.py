@@ -17,11 +17,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.answers.format import ID, STRING_MARK, AnswerFormat
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.structured import schemas
-from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer")
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")

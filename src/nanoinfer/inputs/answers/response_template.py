@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.answers.format import STRING_MARK
 from nanoinfer.inputs.answers.reader import MessageBuilder, to_json, whole_object
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.structured.schemas import types_of
-from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer")
 

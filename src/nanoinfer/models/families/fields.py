@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import require_float, require_int, show
+from nanoinfer.errors import NanoinferError, show
+from nanoinfer.utils.checks import require_float, require_int
 
 # Fields of any config.json that do not change the logits of a plain forward pass: of all models of transformers, those
 # for generation in old files, those of images, and those that published files have and no code reads.

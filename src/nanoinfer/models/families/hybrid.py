@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import Experts, LayerKind, ModelConfig
+from nanoinfer.errors import show
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields
 from nanoinfer.models.families.llama import LLAMA, QK_NORM
 from nanoinfer.recurrence import Recurrence
-from nanoinfer.utils.checks import show
 
 _STATES = {"attn.a_log": "A_log", "attn.dt_bias": "dt_bias", "attn.norm_scale": "norm.weight"}
 
