@@ -33,6 +33,10 @@ class Recurrence:
     """Width of a key."""
     bias: bool = False
     """Whether the convolution has biases."""
+    projection_bias: bool = False
+    """Whether the layer's two projections have biases."""
+    norm_groups: int = 1
+    """mamba2: number of equal groups of values that are normalised each by itself."""
 
     def __post_init__(self) -> None:
         require_choice("rule", self.rule, RULES)
@@ -43,6 +47,10 @@ class Recurrence:
         require_int("heads of keys of a state", self.num_key_heads, low, self.num_heads)
         require_int("width of the keys of a state", self.key_dim, low, 2**12)
         require_bool("bias of a convolution", self.bias)
+        require_bool("bias of a state's projections", self.projection_bias)
+        require_int("groups of a state's norm", self.norm_groups, 1, self.inner_dim if self.rule == "mamba2" else 1)
+        if self.inner_dim % self.norm_groups:
+            raise NanoinferError(f"{self.inner_dim} values of a state are no multiple of {self.norm_groups} groups")
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise NanoinferError(f"{self.num_heads} heads of a state are no multiple of {self.num_key_heads} of keys")
 

@@ -320,10 +320,23 @@ _DELTA = _HYBRID | {
     "linear_num_value_heads": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "num_hidden_layers": 6, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.4},
 }  # fmt: skip
+_MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 3, "mamba_d_state": 7,
+    "mamba_d_conv": 3, "mamba_chunk_size": 32, "attention_multiplier": 0.3, "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5, "position_embedding_type": None,
+}  # fmt: skip
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig", _DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 20, "intermediate_size": None}
+    ),
+    "granitemoehybrid-mamba": ("GraniteMoeHybridConfig", GRANITE4 | _MAMBA),
+    "granitemoehybrid-mamba-experts": (
+        "GraniteMoeHybridConfig",
+        GRANITE4 | _MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12,
+        "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "mamba_d_conv": 4, "mamba_d_head": "auto", "residual_multiplier": 0.5},
     ),
     "lfm2": ("Lfm2Config", _HYBRID | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}),
 }  # fmt: skip

@@ -24,7 +24,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 OWN_NAMES = ("gpt2", "gptj", "opt", "gpt_neo")  # of the fields in SHAPE
 OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}, "exaone": {"num_layers": 4}} | {
-    "granitemoehybrid": {"layer_types": ["attention"] * 4, "position_embedding_type": "rope", "num_local_experts": 0}
+    "granitemoehybrid": {"mamba_n_heads": 4}
 }
 """Fields that must fit SHAPE's."""
 NO_CLASS = ("exaone", "minicpm")  # in transformers
@@ -222,13 +222,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": LONG | {"long_factor": [1]}}, "long_factors has 1 numbers for 4 pairs of dimensions"),
     ("phi3", {"rope_scaling": LONG | {"short_factor": [1, 1, 1, "x"]}}, "short_factors='x' is not a finite number"),
     ("granite", {"logits_scaling": 0}, "logits_scaling=0 is not a finite number"),
-    ("granitemoehybrid", {"layer_types": ["attention", "mamba"] * 2}, "layer_types=['attention', 'mamba', 'attention'"),
-    (
-        "granitemoehybrid",
-        {"position_embedding_type": None},
-        "position_embedding_type=None is not supported: only 'rope'",
-    ),
-    ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts=8 is not supported: only 0 is"),
+    ("granitemoehybrid", {"layer_types": ["attention", "ssm"] * 2}, "layer_types=['attention', 'ssm', 'attention'"),
+    ("granitemoehybrid", {"mamba_d_head": 9}, "mamba_n_heads=4 of mamba_d_head=9 values are not the"),
+    ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
+    ("granitemoehybrid", {"position_embedding_type": "x"}, "position_embedding_type='x' is not supported: only None"),
     ("gpt_neo", {"attention_types": [["global"], 24]}, "attention_types=[['global'], 24] is not [[kinds, repeats]]"),
     (
         "gpt_neo",

@@ -315,7 +315,9 @@ def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig)
     assert decode(config, fmt).weight_bytes == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid-mamba", "granitemoehybrid-mamba-experts"]
+)
 def test_a_step_reads_states_of_recurrent_layers(case: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from helpers.features import config_of
@@ -334,7 +336,9 @@ def test_a_step_reads_states_of_recurrent_layers(case: str, tmp_path: Path) -> N
         assert cost.model.bytes(3, 0) - cost.model.bytes(0, 0) == 3 * per_sequence
         products = (p for n, p in model.named_parameters() if p.dim() == 2 and not n.endswith((".conv", "wte.weight")))
         matrices = sum(p.numel() for p in products)
-        per_layer = 3 * 2 * state.key_dim * state.inner_dim + 2 * state.taps * state.num_channels
+        per_layer = (
+            2 * (2 + (state.rule == "delta")) * state.key_dim * state.inner_dim + 2 * state.taps * state.num_channels
+        )
         head = config.vocab_size * config.n_embd if config.tie_word_embeddings else 0
         assert cost.model.flops(1, 0) == 2 * (matrices + head) + len(config.recurrent_layers) * per_layer
 

@@ -87,8 +87,12 @@ def _recurrent_shapes(config: ModelConfig, name: str) -> Shapes:
     state = config.recurrence
     assert state is not None
     parameters = {f"{name}.{part}": shape for part, shape in recurrent_vectors(config).items()}
-    parameters |= _linear(config, f"{name}.c_attn", sum(state.widths), config.n_embd, "qkv")
-    return parameters | _linear(config, f"{name}.c_proj", config.n_embd, state.inner_dim, "proj")
+    matrices = {"c_attn": (sum(state.widths), config.n_embd), "c_proj": (config.n_embd, state.inner_dim)}
+    for part, shape in matrices.items():
+        parameters[f"{name}.{part}.weight"] = shape
+        if state.projection_bias:
+            parameters[f"{name}.{part}.bias"] = shape[:1]
+    return parameters
 
 
 def recurrent_vectors(config: ModelConfig) -> Shapes:

@@ -53,10 +53,10 @@ class Recurrent(nn.Module):
         super().__init__()
         assert config.recurrence is not None
         self.shape: Recurrence = config.recurrence
-        self.c_attn = nn.Linear(config.n_embd, sum(self.shape.widths), bias="qkv" in config.biases)
+        self.c_attn = nn.Linear(config.n_embd, sum(self.shape.widths), bias=self.shape.projection_bias)
         self.conv = nn.Parameter(torch.empty(self.shape.num_channels, self.shape.taps))
         self.conv_bias = nn.Parameter(torch.empty(self.shape.num_channels)) if self.shape.bias else None
-        self.c_proj = nn.Linear(self.shape.inner_dim, config.n_embd, bias="proj" in config.biases)
+        self.c_proj = nn.Linear(self.shape.inner_dim, config.n_embd, bias=self.shape.projection_bias)
 
     def scan(self, state: Tensor, inputs: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the outputs of tokens, (B, T, H Dv), and the states after them.
@@ -163,7 +163,10 @@ class DeltaRule(HeadStates):
 
 
 class Mamba2(HeadStates):
-    """Mamba 2: norm(y * silu(z)), with a decay that depends on the size of a step, and d of v added to y."""
+    """Mamba 2: norm(y * silu(z)), with a decay that depends on the size of a step, and d of v added to y.
+
+    Groups of values are normalised each by itself (Granite 4, Nemotron-H).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -174,7 +177,9 @@ class Mamba2(HeadStates):
         """Return the layer's output of x, (..., C), same shape."""
         z, xbc, step = self.c_attn(x).split(self.shape.widths, -1)
         y = recur(torch.cat((xbc.float(), self._decay(step)), -1)) * F.silu(z.float())
-        return self.c_proj(F.rms_norm(y, y.shape[-1:], self.norm_scale.float(), self.eps).to(x.dtype))  # type: ignore[no-any-return]
+        y = y.view(*y.shape[:-1], self.shape.norm_groups, -1)
+        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.norm_scale.float()
+        return self.c_proj(y.to(x.dtype))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
         v, k, q = x.tensor_split((self.shape.inner_dim, self.shape.inner_dim + keys), -1)

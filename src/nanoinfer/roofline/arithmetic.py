@@ -307,6 +307,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
     if recurrent:
         qk_norm = sum(math.prod(shape) for shape in recurrent_vectors(config).values())
     qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
+    if recurrent and config.recurrence is not None:
+        qkv = proj = int(config.recurrence.projection_bias)
     vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + config.sub_norms * A)
     vectors += qk_norm * (1 if recurrent else norm)
     vectors += config.sinks * at.n_head + (sum(widths[:2]) if config.qk_norm == "heads" else 0)

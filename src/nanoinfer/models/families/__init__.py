@@ -12,6 +12,7 @@ from nanoinfer.models.families import (
     granite,
     hybrid,
     llama,
+    mamba,
     mistral,
     olmo,
     phi,
@@ -26,7 +27,7 @@ _FAMILIES = (
     cohere.COHERE, cohere.COHERE2, olmo.EXAONE4, llama.ERNIE4_5, llama.SEED_OSS, llama.ARCEE, llama.HELIUM, gpt2.GPTJ,
     mistral.MIXTRAL, qwen.QWEN2_MOE, qwen.QWEN3_MOE, olmo.OLMOE, granite.GRANITEMOE, deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3, gpt2.OPT, llama.BITNET, gpt_oss.GPT_OSS, llama.NEMOTRON, llama.JAIS2, llama.EXAONE,
-    granite.MINICPM, granite.GRANITEMOEHYBRID, gpt2.GPT_NEO,
+    granite.MINICPM, mamba.GRANITEMOEHYBRID, gpt2.GPT_NEO,
     hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.LFM2,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -1,4 +1,4 @@
-"""Granite 3, dense and with experts."""
+"""Granite 3, dense and with experts; Granite 4 is in mamba.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 from nanoinfer.models.families.llama import ATTENTION_BIAS, BIASES, LLAMA
 
 
-def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
+def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
     """Return the layers, and the factor of the final hidden states."""
     return rotated(f, config) | {"final_scale": 1.0 / f.number("logits_scaling", 1.0)}
 
 
-def _write_layers(config: ModelConfig) -> dict[str, Any]:
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_layers` reads."""
     return rope_fields(config) | {"logits_scaling": round(1.0 / (config.final_scale or 1.0), 9)}
 
 
@@ -29,8 +30,8 @@ GRANITE = LLAMA.derive(
     },
     without=("head_dim",),
     biases=BIASES,
-    read_layers=_read_layers,
-    write_layers=_write_layers,
+    read_layers=read_layers,
+    write_layers=write_layers,
 )
 """Granite 3 (dense): Llama with factors of embedding, scores, residuals and logits."""
 
@@ -73,12 +74,12 @@ _ROUTER = "block_sparse_moe.router.layer"
 def _read_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
     width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", 2)
     mixture = Experts(experts.num_experts(f, 8), chosen, width, normalize=True)
-    return experts.with_experts(_read_layers(f, config), mixture)
+    return experts.with_experts(read_layers(f, config), mixture)
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
     fields = experts.width_fields(config, count="num_local_experts", width="intermediate_size")
-    return _write_layers(config) | fields
+    return write_layers(config) | fields
 
 
 GRANITEMOE = GRANITE.derive(
@@ -99,36 +100,3 @@ GRANITEMOE = GRANITE.derive(
     written=False,
 )
 """Granite 3 with experts: Granite's factors; the experts of a layer are two tensors."""
-
-_IDLE = (
-    "intermediate_size num_experts_per_tok init_method time_step_limit mamba_chunk_size mamba_conv_bias mamba_d_conv"
-    " mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias"
-).split()
-_SHARED = ("shared_mlp.gate", "shared_mlp.up")  # of these a stored tensor is made
-
-
-def _read_dense(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    f.required("position_embedding_type")  # without it, there are no positions
-    if f.required("layer_types") not in [[kind] * config.n_layer for kind in ("attention", "full_attention")]:
-        raise f.error("layer_types", f"is not attention in all {config.n_layer} layers: others are not supported")
-    return _read_layers(f, config)
-
-
-GRANITEMOEHYBRID = GRANITE.derive(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    {"shared_intermediate_size": ("n_inner", 1024)},
-    {"mlp.c_gate": _SHARED[0], "mlp.c_fc": _SHARED[1], "mlp.c_proj": "shared_mlp.output_linear"},
-    without=("intermediate_size",),
-    biases=ATTENTION_BIAS,
-    only={"position_embedding_type": ("rope",), "num_local_experts": (0,), "normalization_function": ("rmsnorm",)},
-    harmless=(*experts.HARMLESS, *_IDLE),
-    read_layers=_read_dense,
-    write_layers=lambda config: (
-        _write_layers(config)
-        | {"position_embedding_type": "rope", "num_local_experts": 0, "layer_types": ["attention"] * config.n_layer}
-    ),
-    fused={"shared_mlp.input_linear": _SHARED},
-    written=False,
-)
-"""Granite 4 without Mamba layers (350M, 1B, Micro): Granite whose MLP has other names."""

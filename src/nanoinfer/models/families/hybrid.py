@@ -15,28 +15,31 @@ from nanoinfer.models.families.fields import Fields, rope_fields
 from nanoinfer.models.families.llama import LLAMA, QK_NORM
 from nanoinfer.recurrence import Recurrence
 
+RECURRENT = LayerKind(recurrent=True)
 _STATES = {"attn.a_log": "A_log", "attn.dt_bias": "dt_bias", "attn.norm_scale": "norm.weight"}
 
 
-def _layers(f: Fields, config: ModelConfig, recurrent: str, default: list[str], **options: Any) -> list[LayerKind]:
-    """Return the layers from `layer_types`, where `recurrent` names the recurrent ones; `default`: without it."""
-    types = f.get("layer_types") or default
+def layer_kinds(
+    f: Fields, config: ModelConfig, kinds: Mapping[str, LayerKind], default: list[str], name: str = "layer_types"
+) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer, from the names that a field lists; `default`: without it."""
+    types = f.get(name) or default
     if not isinstance(types, list) or len(types) != config.n_layer:
-        raise f.error("layer_types", f"is not a list of {config.n_layer} types, one for each layer")
-    if (unknown := next((t for t in types if t not in ("full_attention", recurrent)), None)) is not None:
-        raise f.error("layer_types", f"has {show(unknown)}: only full_attention and {recurrent} are supported")
-    attention = LayerKind(rotary=f.rotary(config, **options))
-    return [LayerKind(recurrent=True) if t == recurrent else attention for t in types]
+        raise f.error(name, f"is not a list of {config.n_layer} types, one for each layer")
+    if (unknown := next((t for t in types if t not in [*kinds]), None)) is not None:
+        raise f.error(name, f"has {show(unknown)}: only {', '.join(kinds)} are supported")
+    return tuple(kinds[t] for t in types)
 
 
 def _read_qwen3_5(f: Fields, config: ModelConfig) -> dict[str, Any]:
     every = f.integer("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(config.n_layer)]
     f.only("attn_output_gate", True, None)
-    sizes = {ours: f.integer(f"linear_{theirs}", size) for ours, (theirs, size) in _SIZES.items()}
-    layers = _layers(f, config, "linear_attention", default, share=("partial_rotary_factor", 0.25))
+    sizes: dict[str, Any] = {ours: f.integer(f"linear_{theirs}", size) for ours, (theirs, size) in _SIZES.items()}
+    attention = LayerKind(rotary=f.rotary(config, share=("partial_rotary_factor", 0.25)))
+    layers = layer_kinds(f, config, {"full_attention": attention, "linear_attention": RECURRENT}, default)
     state = Recurrence("delta", **sizes, bias=False)
-    return {"layers": tuple(layers), "recurrence": state if any(kind.recurrent for kind in layers) else None}
+    return {"layers": layers, "recurrence": state if any(kind.recurrent for kind in layers) else None}
 
 
 def _write_layers(config: ModelConfig, recurrent: str) -> dict[str, Any]:
@@ -66,13 +69,13 @@ def _gate_last(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     return np.concatenate((queries[:, 0].ravel(), rows[2 * config.attn_dim :], queries[:, 1].ravel()))
 
 
-def _without_drafts(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
+def without_drafts(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors without the block that predicts a further token, and convolutions as matrices."""
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     return stored | {n: t.merged() for n, t in stored.items() if n.endswith(_CONVOLUTIONS) and len(t.shape) == 3}
 
 
-_CONVOLUTIONS = ("linear_attn.conv1d.weight", "conv.conv.weight")
+_CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _IN_PROJ: Mapping[str, str | tuple[str, ...]] = {
     "attn.c_attn": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
     "attn.c_proj": "linear_attn.out_proj",
@@ -91,7 +94,7 @@ QWEN3_5 = LLAMA.derive(
     write_layers=_write_qwen3_5,
     recurrent=_IN_PROJ,
     order=_gate_last,
-    from_stored=_without_drafts,
+    from_stored=without_drafts,
     written=False,
 )
 """Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
@@ -129,7 +132,7 @@ QWEN3_5_MOE = QWEN3_5.derive(
     recurrent=_IN_PROJ,
     order=_gate_last,
     fused=experts.STACKED,
-    from_stored=_without_drafts,
+    from_stored=without_drafts,
     written=False,
 )
 """Qwen3.5 with a mixture of experts in every layer."""
@@ -146,12 +149,13 @@ def _read_lfm2(f: Fields, config: ModelConfig) -> dict[str, Any]:
         multiple = f.integer("block_multiple_of", 256)
         width = int(f.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
         width = -(-width // multiple) * multiple
-    layers = _layers(f, config, "conv", default, theta=1000000.0)
+    attention = LayerKind(rotary=f.rotary(config, theta=1000000.0))
+    layers = layer_kinds(f, config, {"full_attention": attention, "conv": RECURRENT}, default)
     state = Recurrence("conv", f.integer("conv_L_cache", 3), 1, config.n_embd)
     tied = f.flag("tie_embedding", config.tie_word_embeddings)
     f.only("conv_bias", False)
     any_state = any(kind.recurrent for kind in layers)
-    return {"layers": tuple(layers), "recurrence": state if any_state else None, "n_inner": width,
+    return {"layers": layers, "recurrence": state if any_state else None, "n_inner": width,
             "tie_word_embeddings": tied}  # fmt: skip
 
 
@@ -179,7 +183,7 @@ LFM2 = LLAMA.derive(
     read_layers=_read_lfm2,
     write_layers=_write_lfm2,
     recurrent={"attn.c_attn": "conv.in_proj", "attn.c_proj": "conv.out_proj", "attn.conv": "conv.conv.weight"},
-    from_stored=_without_drafts,
+    from_stored=without_drafts,
     written=False,
 )  # fmt: skip
 """LFM2 and LFM2.5: short convolutions with gates, and attention in some layers."""

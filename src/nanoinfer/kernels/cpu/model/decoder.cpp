@@ -88,6 +88,8 @@ void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
   require(r.rule != Rule::conv || (r.num_heads == 1 && !r.key_dim && !r.num_key_heads), "a state of rule conv has no keys");
   require(!r.num_key_heads || r.num_heads % r.num_key_heads == 0,
           str(r.num_heads) + " heads of a state are no multiple of " + str(r.num_key_heads) + " of keys");
+  check_size("groups of a state's norm", r.norm_groups);
+  require(r.inner_dim() % r.norm_groups == 0, "groups of a state's norm must divide its values: " + str(r.norm_groups));
   check_size("the projections of a recurrent layer", r.width());
   check_size("the state of a layer", r.num_state());
 }

@@ -35,6 +35,7 @@ enum class Rule { none, conv, delta, mamba2 };
 struct StateShape {
   Rule rule = Rule::none;             // none: no layer is recurrent
   std::int64_t taps = 0, num_heads = 0, value_dim = 0, num_key_heads = 0, key_dim = 0;
+  std::int64_t norm_groups = 1;       // of mamba2, of its values
 
   std::int64_t inner_dim() const { return num_heads * value_dim; }
   std::int64_t keys_dim() const { return num_key_heads * key_dim; }

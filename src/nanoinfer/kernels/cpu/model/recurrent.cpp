@@ -192,7 +192,10 @@ void ForwardPass::gate_outputs(const RecurrentWeights& w, std::int64_t row) cons
   if (s.rule == Rule::delta)
     for (std::int64_t i = 0; i < n; i += s.value_dim) norm(w.norm, y + i, s.value_dim, y + i);
   if (s.rule != Rule::conv) kernels_.gate(y, z, n, Gate::silu);
-  if (s.rule == Rule::mamba2) norm(w.norm, y, n, y);
+  if (s.rule != Rule::mamba2) return;
+  const std::int64_t group = n / s.norm_groups;
+  for (std::int64_t i = 0; i < n; i += group)
+    kernels_.norm(Norm::rms, y + i, w.norm.weight.data() + i, w.norm.bias.data(), group, model_.shape.epsilon, y + i);
 }
 
 void Decoder::add_recurrent(const std::string& prefix, LayerWeights& layer) {
