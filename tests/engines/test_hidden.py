@@ -53,6 +53,31 @@ def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bo
     assert engine.hidden().shape == (0, TINY.n_embd)
 
 
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.slow_if(lambda name: name in ("compiled", "triton"))
+def test_the_hidden_states_of_all_new_tokens_need_no_logits(name: str) -> None:
+    """Those of 290 prompt tokens and of 3 that are verified, with logits of some; the logits do not change by it."""
+    engine, other = (make_engine(name, make_model(replace(TINY, block_size=400))) for _ in range(2))
+    for e in (engine, other):
+        for _ in range(3):
+            e.open()
+    a, b, c = engine.handles
+    for step in ([(a, 5, 1), (b, 290, 0), (c, 2, 2)], [(c, 1, 1), (a, 4, 0)], [(b, 3, 3), (a, 1, 1)], [(c, 3, 0)]):
+        some, every = StepBatch(all_hidden=True, hidden_only=step == [(c, 3, 0)]), StepBatch()
+        for handle, num_new, num_logits in step:
+            some.add(handle, prompt(num_new, handle), num_logits)
+            every.add(handle, prompt(num_new, handle), num_new)
+        logits, expected = (torch.as_tensor(e.extend(batch)) for e, batch in ((engine, some), (other, every)))
+        rows, at = torch.as_tensor(other.hidden()), 0
+        wanted = []
+        for (_, num_new, num_logits), found in zip(step, engine.new_hidden(some), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), rows[at : at + num_new], atol=1e-4, rtol=1e-4)
+            at += num_new
+            wanted += range(at - num_logits, at)
+        assert at == len(rows)
+        torch.testing.assert_close(logits, expected[wanted], atol=1e-4, rtol=1e-4)
+
+
 @native
 @pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("int4", 0.4)])
 def test_the_hidden_states_of_fewer_bits(quantization: str, tolerance: float) -> None:

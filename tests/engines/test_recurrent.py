@@ -120,6 +120,32 @@ def test_padding_that_is_not_finite_leaves_outputs_and_states_as_they_are(rule: 
     torch.testing.assert_close(padded_after, after, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_hidden_states_of_new_tokens_that_are_processed_before_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is split where a state is kept, and tokens after a cut are processed again: theirs are not new."""
+    monkeypatch.setattr(sequences, "MIN_SPLIT", 24)
+    monkeypatch.setattr(sequences, "MIN_KEPT", 12)
+    reference, engine = (make_engine(n, model("delta"), 2) for n in ("recompute", name))
+    for e in (reference, engine):
+        for _ in range(2):
+            e.open()
+    a, b = engine.handles
+    for cut, step in ((0, [(a, 40), (b, 30)]), (35, [(a, 2), (b, 1)]), (10, [(b, 3), (a, 30)])):
+        found = []
+        for e in (reference, engine):
+            e.truncate(a, min(cut, e.length(a)))
+            batch = StepBatch(all_hidden=True)
+            for handle, num_new in step:
+                batch.add(handle, COMMON[:num_new], int(handle == a))
+            e.extend(batch)
+            found.append(e.new_hidden(batch))
+        assert [len(rows) for rows in found[1]] == batch.num_new
+        for expected, rows in zip(*found, strict=True):
+            torch.testing.assert_close(torch.from_numpy(rows), torch.from_numpy(expected), rtol=5e-4, atol=5e-4)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", RUNGS)
 def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(

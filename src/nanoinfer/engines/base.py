@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NewType, Protocol
 from nanoinfer.config import EngineLimits, ModelConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from nanoinfer.checkpoints.adapters import Adapter
@@ -52,6 +54,8 @@ class StepBatch:
     """Number of last new tokens of each sequence to return logits for, 0 <= num_logits[i] <= num_new[i]."""
     hidden_only: bool = False
     """Whether only `Engine.hidden` is read: `extend` then returns no logits, (0, vocab_size), and may omit the head."""
+    all_hidden: bool = False
+    """Whether `Engine.new_hidden` is read: hidden states are kept of all new tokens, not only of those with logits."""
 
     def add(self, handle: Handle, token_ids: list[int], num_logits: int = 1) -> None:
         """Append one sequence's new tokens."""
@@ -59,6 +63,11 @@ class StepBatch:
         self.token_ids += token_ids
         self.num_new.append(len(token_ids))
         self.num_logits.append(num_logits)
+
+    @property
+    def num_hidden(self) -> list[int]:
+        """Number of last new tokens of each sequence whose hidden states are kept."""
+        return self.num_new if self.all_hidden else self.num_logits
 
 
 class Engine(Protocol):
@@ -119,6 +128,13 @@ class Engine(Protocol):
             (sum(num_logits), n_embd) float32, one row for each row of the logits, in the same kind of array. The logits
             are the output head applied to these rows, up to the rounding of a quantized head. Valid until the next
             call of `extend`.
+        """
+
+    def new_hidden(self, batch: StepBatch) -> list[NDArray[np.float32]]:
+        """Return the final hidden states of all new tokens of each sequence, (num_new, n_embd) each, on the host.
+
+        Args:
+            batch: of the last `extend`, with all_hidden.
         """
 
     def truncate(self, handle: Handle, length: int) -> None:

@@ -71,7 +71,7 @@ class NativeEngine(Sequences):
             ) from None
         self._handles: dict[Handle, int] = {}
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
-        self._num_hidden = 0  # rows of the last step
+        self._num_hidden = 0  # rows that the last step keeps
 
     def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
@@ -101,8 +101,7 @@ class NativeEngine(Sequences):
 
     def _extend(self, batch: StepBatch) -> NDArray[np.float32]:
         """Return a view of a buffer, which is valid until the next call."""
-        num_hidden = sum(batch.num_logits)
-        count = 0 if batch.hidden_only else num_hidden
+        count = 0 if batch.hidden_only else sum(batch.num_logits)
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
             self._logits = np.empty((count, self._decoder.logits_stride), np.float32)
         try:
@@ -112,6 +111,7 @@ class NativeEngine(Sequences):
                 num_new=batch.num_new,
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
+                all_hidden=batch.all_hidden,
                 **self._adapters_of(batch),
                 **self._states_of(batch),
             )
@@ -119,7 +119,7 @@ class NativeEngine(Sequences):
             raise NanoinferError(str(e)) from None
         except RuntimeError as e:  # a forked child cannot create its threads, or the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
-        self._num_hidden = num_hidden
+        self._num_hidden = sum(batch.num_hidden)
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
 
@@ -143,7 +143,7 @@ class NativeEngine(Sequences):
         self._decoder.unload_adapter(number)
 
     def hidden(self) -> NDArray[np.float32]:
-        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
+        """Return the final hidden states of the last step that are kept, (sum(num_hidden), C) float32."""
         hidden = np.empty((self._num_hidden, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
         return hidden

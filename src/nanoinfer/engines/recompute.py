@@ -43,7 +43,7 @@ class RecomputeEngine(TorchEngine):
         x = self.model.hidden(idx, torch.arange(T, device=self.device))  # (B, T, C)
         wanted = [
             i * T + t
-            for i, (row, n) in enumerate(zip(rows, batch.num_logits, strict=True))
+            for i, (row, n) in enumerate(zip(rows, batch.num_hidden, strict=True))
             for t in range(len(row) - n, len(row))
         ]
         self._token_ids.update(zip(batch.handles, rows, strict=True))

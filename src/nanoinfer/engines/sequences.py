@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.states import StatePool
 from nanoinfer.utils import processes
+from nanoinfer.utils.arrays import to_numpy
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from nanoinfer.checkpoints.adapters import Adapter
 
 DEFAULTS = EngineConfig()
@@ -49,6 +54,8 @@ class Sequences:
         self._adapter_of: dict[Handle, int] = {}  # 0: none
         self._next_handle = 0
         self._generation = processes.generation()
+        self._before: dict[Handle, NDArray[np.float32]] = {}
+        """Hidden states of the last step's tokens that were processed before the others of their sequences."""
 
     def open(self, adapter: int = 0) -> Handle:
         """Return an empty sequence."""
@@ -87,10 +94,16 @@ class Sequences:
             yield batch
             return
         first, rest = self._split(batch)
+        self._before = {}
         try:
             for part in (first, rest):
                 if part is first and part.handles:
                     self._extend(part)
+                    if batch.all_hidden:
+                        num_rest = dict(zip(rest.handles, rest.num_new, strict=True))
+                        num_first = {h: n - num_rest[h] for h, n in zip(batch.handles, batch.num_new, strict=True)}
+                        rows = zip(part.handles, self.new_hidden(part), strict=True)
+                        self._before = {h: r[len(r) - num_first[h] :].copy() for h, r in rows}
                 elif part is rest:
                     yield part
                 for handle, num_new in zip(part.handles, part.num_new, strict=True):
@@ -105,7 +118,7 @@ class Sequences:
 
     def _split(self, batch: StepBatch) -> tuple[StepBatch, StepBatch]:
         """Return what is processed before a step, and the step: tokens after a cut, and prompts up to a border."""
-        first, rest = StepBatch(hidden_only=True), StepBatch(hidden_only=batch.hidden_only)
+        first, rest = (StepBatch(hidden_only=only, all_hidden=batch.all_hidden) for only in (True, batch.hidden_only))
         for (handle, token_ids), num_logits in zip(_by_sequence(batch), batch.num_logits, strict=True):
             again = self._tokens[handle][self._lengths[handle] :]
             if PENDING in again:
@@ -138,6 +151,15 @@ class Sequences:
             return self._lengths[handle] if self.states is None else len(self._tokens[handle])
         except (KeyError, TypeError):
             raise NanoinferError(f"handle {handle!r} is not an open sequence") from None
+
+    def new_hidden(self, batch: StepBatch) -> list[NDArray[np.float32]]:
+        """Return the final hidden states of all new tokens of each sequence of the last step, with all_hidden."""
+        rows, parts = to_numpy(self.hidden()), []
+        for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
+            before = self._before.get(handle)
+            own, rows = np.split(rows, [num_new - (0 if before is None else len(before))])
+            parts.append(own if before is None else np.concatenate((before, own)))
+        return parts
 
     def truncate(self, handle: Handle, length: int) -> None:
         """Remove the tokens from position `length` on."""
@@ -258,6 +280,10 @@ class Sequences:
             raise NanoinferError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     # Defined by derived engines -------------------------------------------------------------------------------
+
+    def hidden(self) -> Any:
+        """Return the final hidden states of the last step's logits; with all_hidden, of all its new tokens."""
+        raise NotImplementedError
 
     def _extend(self, batch: StepBatch) -> Any:
         """`extend` for a batch that was checked."""

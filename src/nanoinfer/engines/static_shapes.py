@@ -82,6 +82,38 @@ class StepOutput(NamedTuple):
     """(R,) int64 sampled tokens; None if the step sampled none."""
 
 
+class _Gathered:
+    """Rows of the results of sub-batches, in the order of the batch.
+
+    Args:
+        counts: of each sequence's new tokens, how many of the last ones have a row.
+        num_new: number of new tokens of each sequence.
+        device: of the results.
+    """
+
+    def __init__(self, counts: list[int], num_new: list[int], device: torch.device) -> None:
+        self._counts, self._num_new, self._device = counts, num_new, device
+        self._firsts = [0, *accumulate(counts)]
+        self._places: list[int] = []  # in the result, of each row so far
+        self.pieces: list[Tensor] = []
+
+    def rows(self, part: SubBatch) -> slice | Tensor:
+        """Return the index of the rows of a sub-batch in its results, (R * n, ...). Call it once for each of them."""
+        rows: list[int] = []
+        for i, row in zip(part.members, part.rows, strict=True):
+            end = row * part.bucket.tokens + self._num_new[i]
+            rows += range(end - self._counts[i], end)
+            self._places += range(self._firsts[i], self._firsts[i + 1])
+        return select(rows, self._device)
+
+    def result(self, nothing: Tensor) -> Tensor:
+        """Return the pieces as one tensor; `nothing` if there are none."""
+        if not self.pieces:
+            return nothing
+        back = select(sorted(range(len(self._places)), key=self._places.__getitem__), self._device)
+        return (torch.cat(self.pieces) if len(self.pieces) > 1 else self.pieces[0])[back]
+
+
 class StaticShapeEngine(ModelEngine):
     """Base class of the engines with static shapes. Arguments: see `ModelEngine`.
 
@@ -120,34 +152,24 @@ class StaticShapeEngine(ModelEngine):
 
     @torch.inference_mode()
     def _extend(self, batch: StepBatch) -> Tensor:
-        firsts = [0, *accumulate(batch.num_logits)]
-        hidden: list[Tensor] = []
-        logits: list[Tensor] = []
-        places: list[int] = []  # index in the result of each row gathered so far
+        kept, wanted = (
+            _Gathered(counts, batch.num_new, self.device) for counts in (batch.num_hidden, batch.num_logits)
+        )
         sub_batches = self._plan(batch)
         for part in sub_batches:
             out = self._run(part, batch)
-            rows: list[int] = []
-            for i, row in zip(part.members, part.rows, strict=True):
-                end = row * part.bucket.tokens + batch.num_new[i]
-                rows += range(end - batch.num_logits[i], end)
-                places += range(firsts[i], firsts[i + 1])
-            chosen = select(rows, self.device)
-            hidden.append(out.hidden.flatten(0, 1)[chosen])
-            if batch.hidden_only:
-                logits.append(torch.empty(0, self.config.vocab_size, device=self.device))
-            else:
-                logits.append(self._head(hidden[-1]) if out.logits is None else out.logits[chosen])
+            hidden = out.hidden.flatten(0, 1)
+            kept.pieces.append(hidden[kept.rows(part)])
+            if not batch.hidden_only:
+                chosen = wanted.rows(part)
+                wanted.pieces.append(self._head(hidden[chosen]) if out.logits is None else out.logits[chosen])
             if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
-                hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
+                for gathered in (kept, wanted):
+                    gathered.pieces[-1:] = [piece.clone() for piece in gathered.pieces[-1:]]
         self._sampled.difference_update(batch.handles)
         self._advance(batch)
-        if not sub_batches:
-            self._hidden = self._hidden[:0]
-            return torch.empty(0, self.config.vocab_size, device=self.device)
-        back = select(sorted(range(len(places)), key=places.__getitem__), self.device)
-        self._hidden = (torch.cat(hidden) if len(sub_batches) > 1 else hidden[0])[back]
-        return logits[0] if batch.hidden_only else (torch.cat(logits) if len(sub_batches) > 1 else logits[0])[back]
+        self._hidden = kept.result(self._hidden[:0])
+        return wanted.result(torch.empty(0, self.config.vocab_size, device=self.device))
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:

@@ -85,12 +85,16 @@ class TorchEngine(ModelEngine):
         self._step_adapters.groups = self._groups(batch)
         with attention_backends(self.device):
             try:
-                self._hidden = self._run(batch)  # (sum(num_logits), C)
+                self._hidden = self._run(batch)  # (sum(num_hidden), C)
             except BaseException:
                 self._undo(batch)
                 raise
         self._advance(batch)
-        return self.model.logits(self._hidden[:0] if batch.hidden_only else self._hidden)
+        if batch.hidden_only:
+            return self.model.logits(self._hidden[:0])
+        if batch.num_logits == batch.num_hidden:
+            return self.model.logits(self._hidden)
+        return self.model.logits(self._hidden[last_rows(batch.num_hidden, batch.num_logits)])
 
     def _groups(self, batch: StepBatch) -> list[tuple[int, Tensor]]:
         """Return the adapters of a step, and the rows of each."""
@@ -105,7 +109,7 @@ class TorchEngine(ModelEngine):
         return list(accumulate(batch.num_new)), batch.num_new
 
     def _run(self, batch: StepBatch) -> Tensor:
-        """Return the hidden states of the requested logits, (sum(num_logits), C)."""
+        """Return the hidden states that are kept, (sum(num_hidden), C)."""
         starts = [self._lengths[h] for h in batch.handles]
         idx = torch.tensor(batch.token_ids, device=self.device)
         pos = torch.tensor(
@@ -118,11 +122,9 @@ class TorchEngine(ModelEngine):
             self._state_tensors.copy(copies)
             cache = WithStates(cache, self._state_tensors, steps, batch.num_new)
         hidden = self.model.hidden(idx, pos, cache)  # (N, C)
-        if batch.num_logits == batch.num_new:
+        if batch.num_hidden == batch.num_new:
             return hidden
-        ends = accumulate(batch.num_new)
-        rows = [r for end, n in zip(ends, batch.num_logits, strict=True) for r in range(end - n, end)]
-        return hidden[rows]
+        return hidden[last_rows(batch.num_new, batch.num_hidden)]
 
     # Defined by derived engines ----------------------------------------------------------------------------------
 
@@ -132,6 +134,11 @@ class TorchEngine(ModelEngine):
     def _begin(self, batch: StepBatch, starts: list[int]) -> KeyValues:
         """Return the cache as one step sees it: keys and values are (N, K, D), queries (N, H, D)."""
         raise NotImplementedError
+
+
+def last_rows(num_rows: list[int], num_last: list[int]) -> list[int]:
+    """Return the indices of the last `num_last` of each sequence's `num_rows` rows."""
+    return [r for end, n in zip(accumulate(num_rows), num_last, strict=True) for r in range(end - n, end)]
 
 
 def lay_out(model: Transformer) -> None:

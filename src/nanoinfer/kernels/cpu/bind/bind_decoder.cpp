@@ -314,19 +314,21 @@ void bind_decoder(nb::module_& m) {
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
              std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits,
-             std::vector<std::int64_t> adapters, Pairs copies, Pairs states) {
+             std::vector<std::int64_t> adapters, Pairs copies, Pairs states, bool all_hidden) {
             const Step step{std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits),
-                            std::move(adapters), std::move(copies), std::move(states)};
+                            std::move(adapters), std::move(copies), std::move(states), all_hidden};
             d.computed([&](Decoder& x) { extend(x, step, logits); });
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and discarded
           "adapters"_a = std::vector<std::int64_t>(), "copies"_a = Pairs(), "states"_a = Pairs(),
+          "all_hidden"_a = false,
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows."
-          " adapters: that of each sequence, 0: none. copies, states: what nanoinfer.kv.states.StatePool.step returns.")
+          " adapters: that of each sequence, 0: none. copies, states: what nanoinfer.kv.states.StatePool.step returns."
+          " all_hidden: whether `hidden` has a row for each token, not only for those with logits.")
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
-           "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
+           "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd); with all_hidden, of its tokens.")
       .def("read_experts_ahead", [](Guarded& d) { d.locked([](Decoder& x) { x.read_experts_ahead(); }); },
            "From here on, ask the system to read the experts of a step from their mapped file before they are multiplied.")
       .def(

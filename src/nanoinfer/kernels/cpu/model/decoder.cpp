@@ -506,9 +506,11 @@ void Decoder::extend(const Step& step, float* logits) {
   for (const auto& [from, to] : step.copies) pass_.states()->copy(from, to);
   for (std::size_t i = 0; i < step.handles.size(); ++i) {
     const std::int64_t start = cache_.length(step.handles[i]), n = step.num_new[i];
-    for (std::int64_t j = 0; j < n; ++j)
-      rows.push_back({step.handles[i], step.token_ids[rows.size()], start + j,
-                      j >= n - step.num_logits[i] ? logit++ : -1, step.adapters.empty() ? 0 : step.adapters[i]});
+    for (std::int64_t j = 0; j < n; ++j) {
+      const std::int64_t at = rows.size(), row = j >= n - step.num_logits[i] ? logit++ : -1;
+      rows.push_back({step.handles[i], step.token_ids[at], start + j, row, step.all_hidden ? at : row,
+                      step.adapters.empty() ? 0 : step.adapters[i]});
+    }
     for (std::int64_t j = 0; j < n && !step.states.empty(); ++j) {
       Row& row = rows[rows.size() - n + j];
       row.state = step.states[i].first;

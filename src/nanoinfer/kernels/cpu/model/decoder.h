@@ -35,6 +35,7 @@ struct Step {
   // Of a model with recurrent layers (nanoinfer.kv.states.StatePool.step): rows of states to copy before, from and to; and each
   // sequence's row, and the tokens that are pending in it.
   std::vector<std::pair<std::int64_t, std::int64_t>> copies, states;
+  bool all_hidden = false;  // whether all tokens have a row of final hidden states, or those with logits
 };
 
 class Decoder {
@@ -78,7 +79,7 @@ class Decoder {
   // Append the tokens of a step that `check` accepted and write logits, (sum(num_logits), logits_stride()); with
   // nullptr only the hidden states are computed.
   void extend(const Step& step, float* logits);
-  // The final hidden states of the last step's logits, (sum(num_logits), n_embd).
+  // The final hidden states of the last step's logits, (sum(num_logits), n_embd); with all_hidden, of all its tokens.
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
   // The weights are in a mapped file that memory cannot hold: read the experts of a step before they are multiplied.
   void read_experts_ahead() { pass_.read_experts_ahead(); }

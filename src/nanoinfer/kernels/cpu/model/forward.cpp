@@ -79,7 +79,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
-  final_hidden_.resize(num_logits_ * model_.shape.n_embd);
+  final_hidden_.resize(std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.hidden >= 0; }) * model_.shape.n_embd);
   for (std::int64_t row = 0, count; row < total; row += count) {
     count = std::min(max_rows_, total - row);
     const bool last = row + count == total;
@@ -91,7 +91,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
     if (model_.shape.per_layer_dim) make_layer_inputs();
     const std::int64_t with_keys = layers_with_keys();
     for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) {
-      if (l == with_keys && keep_rows_with_logits(threads, rows.data() + row, count) == 0) break;
+      if (l == with_keys && keep_rows_with_hidden(threads, rows.data() + row, count) == 0) break;
       layer(l);
       after_layer(l);
     }
@@ -200,16 +200,16 @@ std::int64_t ForwardPass::layers_with_keys() const {
   return n;
 }
 
-// Run the phases so far, and go on with the rows of which logits are wanted. Return their number.
-std::int64_t ForwardPass::keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count) {
-  if (std::all_of(rows, rows + count, [](const Row& r) { return r.logit >= 0; })) return count;
+// Run the phases so far, and go on with the rows whose final hidden states are wanted. Return their number.
+std::int64_t ForwardPass::keep_rows_with_hidden(ThreadPool& threads, const Row* rows, std::int64_t count) {
+  if (std::all_of(rows, rows + count, [](const Row& r) { return r.hidden >= 0; })) return count;
   add_blocks();
   mark_ = Clock::now();
   threads.run(phases_);
   phases_.clear();
   kept_.clear();
   for (std::int64_t r = 0; r < count; ++r) {
-    if (rows[r].logit < 0) continue;
+    if (rows[r].hidden < 0) continue;
     const std::int64_t to = static_cast<std::int64_t>(kept_.size());
     kept_.push_back(rows[r]);
     for (const auto& [values, stride] : {std::pair{x_, x_stride_}, {angles_, angle_stride_}, {inputs_, inputs_stride_}})
@@ -581,12 +581,13 @@ void ForwardPass::attend_item(std::int64_t layer, const Run& run, std::int64_t h
 void ForwardPass::finish() {
   add_rows(&PartSeconds::others, [this](int, std::int64_t r) {
     const std::int64_t C = model_.shape.n_embd, logit = rows_[r].logit;
-    if (logit < 0) return;
+    if (rows_[r].hidden < 0) return;
     const Matrix& w = model_.lm_head;
-    float* y = final_hidden_.data() + logit * C;
+    float* y = final_hidden_.data() + rows_[r].hidden * C;
     norm(model_.ln_f, x_ + r * x_stride_, C, y);
     if (model_.shape.final_scale != 1)
       for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.final_scale;
+    if (logit < 0) return;
     kernels_.prepare(w.prepared_as, y, C, w.depth, logit, num_logits_, w.prepared, head_rows_.data(), /*largest=*/0);
   });
 }

@@ -163,6 +163,7 @@ struct ModelWeights {
 struct Row {
   std::int64_t handle, token, position;
   std::int64_t logit;  // its row of the logits, -1: none
+  std::int64_t hidden;  // its row of the final hidden states, -1: none
   std::int64_t adapter = 0;  // from 1 on, 0: none
   std::int64_t state = 0;    // its sequence's row of states, in a model with recurrent layers
   std::int64_t num_pending = 0;  // tokens to apply to the states before this one
@@ -197,7 +198,7 @@ class ForwardPass {
   // Run rows through the model on a pool of num_threads threads. The cache must already count them (Cache::append).
   // Final hidden states of rows with logits are collected; the output head multiplies them after the last row.
   void run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
-  // The final hidden states of the last step's logits, (num_logits, n_embd), before they were rounded for the head.
+  // The final hidden states of the last step, (rows that have one, n_embd), before they were rounded for the head.
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
   // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
@@ -221,7 +222,7 @@ class ForwardPass {
   };
   void select(const Row* rows, std::int64_t count);
   std::int64_t layers_with_keys() const;
-  std::int64_t keep_rows_with_logits(ThreadPool& threads, const Row* rows, std::int64_t count);
+  std::int64_t keep_rows_with_hidden(ThreadPool& threads, const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
   void embed();
   void layer(std::int64_t index);
@@ -287,10 +288,10 @@ class ForwardPass {
   std::vector<std::int64_t> angle_at_;                // where each of `frequencies` starts in a row
   std::uint8_t* prepared_;                            // rows for the next product
   std::vector<std::uint8_t> head_rows_;               // num_logits_ prepared rows for the output head
-  std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
+  std::vector<float> final_hidden_;                   // (rows with one, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
-  std::vector<Row> kept_;                             // of `keep_rows_with_logits`
+  std::vector<Row> kept_;                             // of `keep_rows_with_hidden`
   std::vector<Run> runs_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<Phase> phases_;                         // of the step
