@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.entrypoints.streams import OutputStream, TextStream
     from nanoinfer.errors import NanoinferError, ResultError
-    from nanoinfer.lora_request import LoRARequest
     from nanoinfer.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -36,9 +35,10 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
         SpeculationMetrics,
     )
-    from nanoinfer.pooling_params import PoolingParams
     from nanoinfer.sampling_params import (
         BeamSearchParams,
+        LoRARequest,
+        PoolingParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
@@ -80,11 +80,11 @@ _MODULES = {
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncOutputStream": "entrypoints.async_streams",
     "LLM": "entrypoints.llm",
-    "LoRARequest": "lora_request",
+    "LoRARequest": "sampling_params",
     "BeamSearchParams": "sampling_params",
     "NanoinferError": "errors",
     "OutputStream": "entrypoints.streams",
-    "PoolingParams": "pooling_params",
+    "PoolingParams": "sampling_params",
     "RequestOutputKind": "sampling_params",
     "ResultError": "errors",
     "SamplingParams": "sampling_params",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, show
-from nanoinfer.pooling_params import PoolingConfig
+from nanoinfer.sampling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice
 
 DTYPES = ("float32", "bfloat16", "float16")

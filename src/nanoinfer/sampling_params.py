@@ -1,4 +1,5 @@
-"""Parameters of one request: SamplingParams, StructuredOutputsParams and BeamSearchParams, with vLLM's names."""
+"""Parameters of one request with vLLM's names: SamplingParams, StructuredOutputsParams and BeamSearchParams;
+PoolingParams of embeddings and scores, beside PoolingConfig of a model; LoRARequest, its adapter (docs/lora.md)."""
 
 from __future__ import annotations
 
@@ -337,3 +338,76 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             skip_special_tokens=False,  # as in vLLM
         )
+
+
+POOLING_TYPES = ("last", "mean")
+"""The tokens whose hidden states make an embedding: the last one, or all (their mean)."""
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What a request for an embedding or a score asks for.
+
+    Raises:
+        NanoinferError: a value is out of range.
+    """
+
+    dimensions: int | None = bounded(None, 1)
+    """Number of values of an embedding, the first ones; None: all."""
+    use_activation: bool | None = None
+    """Whether an embedding is divided by its Euclidean norm; None: as the model's files say, else true."""
+    truncate_prompt_tokens: int | None = None
+    """Maximum number of tokens, of which the last are kept; -1: the context length; None: longer inputs are refused."""
+
+    def __post_init__(self) -> None:
+        keep_fields(self)
+        if self.truncate_prompt_tokens != -1:
+            keep_int(self, "truncate_prompt_tokens", 1, optional=True)
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """How a model makes embeddings."""
+
+    pooling_type: str = "auto"
+    """Tokens that make an embedding: last or mean; auto: as the model's files say, else last."""
+
+    def __post_init__(self) -> None:
+        require_choice("pooling_type", self.pooling_type, ("auto", *POOLING_TYPES))
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter that a request is generated with.
+
+    Raises:
+        NanoinferError: a value is of a wrong type or out of range.
+    """
+
+    lora_name: str
+    """Name of the adapter, for messages."""
+    lora_int_id: int
+    """Identifies the adapter: requests of the same number share it. At least 1."""
+    lora_path: str
+    """A folder of peft, or a GGUF file of an adapter. It is read when a request names it first."""
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise NanoinferError(f"{name}={show(value)} is not a string of one or more characters")
+        keep_int(self, "lora_int_id", 1, 2**31 - 1)
+
+
+def named_adapters(modules: Sequence[str]) -> dict[str, LoRARequest]:
+    """Return adapters by their names: ["a=path"] -> {"a": LoRARequest("a", 1, "path")}.
+
+    Raises:
+        NanoinferError: a string is not of the form NAME=PATH, or a name is given twice.
+    """
+    adapters: dict[str, LoRARequest] = {}
+    for i, module in enumerate(modules):
+        name, separator, path = module.partition("=")
+        if not separator or not name or not path or name in adapters:
+            raise NanoinferError(f"lora_modules={show(module)} is not NAME=PATH with a name of its own")
+        adapters[name] = LoRARequest(name, i + 1, path)
+    return adapters

@@ -26,8 +26,8 @@ from nanoinfer.cli.app import run
 from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.front import check
 from nanoinfer.config import EngineConfig, LLMConfig
-from nanoinfer.lora_request import named_adapters
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS
+from nanoinfer.sampling_params import named_adapters
 from nanoinfer.server.config import ServerConfig
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

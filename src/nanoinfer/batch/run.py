@@ -23,12 +23,11 @@ from nanoinfer.entrypoints.pooling import Reading, make_all
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.protocols.pooling import PoolingRequest
 from nanoinfer.protocols.requests import GenerationRequest
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import LoRARequest, SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 

@@ -18,8 +18,7 @@ from nanoinfer.cli.options import NO_FLAGS, are_given, config_flag, flags, llm_c
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError, escaped
-from nanoinfer.lora_request import named_adapters
-from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams
+from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams, named_adapters
 from nanoinfer.utils.checks import bounded, keep_fields, require_int
 from nanoinfer.utils.files import read_text
 from nanoinfer.utils.progress import ProgressBar

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from nanoinfer.checkpoints.adapters import Adapter, read_adapter
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, show
-from nanoinfer.lora_request import LoRARequest
+from nanoinfer.sampling_params import LoRARequest
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 

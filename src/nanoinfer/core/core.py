@@ -32,10 +32,9 @@ from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.core.step import ENGINE, NoObserver, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import one_line
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.sampler import Sampler, not_finite
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, LoRARequest, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText

@@ -37,7 +37,6 @@ from nanoinfer.errors import NanoinferError, show
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import (
     EmbeddingRequestOutput,
     LoglikelihoodOutput,
@@ -45,7 +44,7 @@ from nanoinfer.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from nanoinfer.pooling_params import PoolingParams
+from nanoinfer.sampling_params import LoRARequest, PoolingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils import processes
 from nanoinfer.utils.checks import require_choice

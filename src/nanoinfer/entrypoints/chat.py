@@ -27,9 +27,8 @@ from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions, ends_in_reasoning
 from nanoinfer.inputs.messages import Message, Tool, as_conversation, is_list
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import AnswerDelta, ChatMessage, CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import LoRARequest, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
 
 QUICK_SIZE = 1 << 12

@@ -15,9 +15,8 @@ from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, input_too_long, show, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import BadWords, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammar, Grammars
 from nanoinfer.structured.masks import OutputGrammar

@@ -28,7 +28,6 @@ from nanoinfer.errors import NanoinferError, ResultError, show
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -37,8 +36,7 @@ from nanoinfer.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from nanoinfer.pooling_params import PoolingParams
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.checks import require_bool

@@ -20,7 +20,6 @@ from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.errors import NanoinferError, ResultError, input_too_long, show
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import (
     EmbeddingOutput,
@@ -29,8 +28,7 @@ from nanoinfer.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from nanoinfer.pooling_params import PoolingParams
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import LoRARequest, PoolingParams, SamplingParams
 from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 

@@ -19,10 +19,9 @@ from nanoinfer.core.core import Core
 from nanoinfer.core.output_processor import describe
 from nanoinfer.entrypoints.streams import Ownership, all_finished
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.lora_request import LoRARequest
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import LoRARequest, SamplingParams
 from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, escaped, show
-from nanoinfer.pooling_params import PoolingConfig
+from nanoinfer.sampling_params import PoolingConfig
 from nanoinfer.utils.files import read_json, read_object
 
 MODULES = "modules.json"

@@ -11,9 +11,9 @@ from typing import Any
 
 from nanoinfer.errors import show
 from nanoinfer.outputs import EmbeddingRequestOutput
-from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, FieldError, read_fields
 from nanoinfer.protocols.requests import prompts, queue_options
+from nanoinfer.sampling_params import PoolingParams
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 
 from nanoinfer.errors import NanoinferError, show
-from nanoinfer.lora_request import LoRARequest, named_adapters
+from nanoinfer.sampling_params import LoRARequest, named_adapters
 from nanoinfer.utils.checks import keep_float, keep_int, require_choice
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
