@@ -7,14 +7,13 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, input_too_long, show, too_long
-from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
+from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, for_each, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
@@ -64,12 +63,7 @@ class RequestFactory:
 
     def per_prompt(self, params: Params | Sequence[Params] | None, count: int) -> list[Params]:
         """Return the parameters of each of `count` prompts. Raises NanoinferError for another number of them."""
-        if params is None:
-            params = self.defaults
-        each = [params] * count if isinstance(params, Params) else list(params)
-        if len(each) != count:
-            raise NanoinferError(f"{count} prompts, but {len(each)} SamplingParams: give one, or one for each prompt")
-        return each
+        return for_each(self.defaults if params is None else params, count, "SamplingParams")
 
     def make_all(
         self,
@@ -89,14 +83,8 @@ class RequestFactory:
         salts: list[str | None] = []
         many = as_list(prompts, salts)
         each = self.per_prompt(params, len(many))
-        ranks = [0] * len(many) if priority is None else list(priority)
-        if len(ranks) != len(many):
-            raise NanoinferError(f"{len(many)} prompts, but {len(ranks)} priorities: give one for each prompt")
-        loras: list[Any] = list(lora) if isinstance(lora, (list, tuple)) else [lora] * len(many)
-        if len(loras) != len(many):
-            raise NanoinferError(
-                f"{len(many)} prompts, but {len(loras)} lora_requests: give one, or one for each prompt"
-            )
+        ranks = for_each(0 if priority is None else priority, len(many), "priorities")
+        loras = for_each(lora, len(many), "lora_requests")
         requests = []
         for i, (prompt, p, salt, rank, adapter) in enumerate(zip(many, each, salts, ranks, loras, strict=True)):
             with numbered(i, len(many)):
@@ -239,6 +227,11 @@ class RequestFactory:
             context_ids, token_ids = self.token_ids(context), self.token_ids(continuation)
         if not token_ids:
             raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
+        if len(token_ids) > (block_size := self._core.engine.limits.block_size):
+            raise NanoinferError(
+                f"the continuation has {len(token_ids)} tokens, but the context length is {block_size}: shorten it, or"
+                " use perplexity"
+            )
         return context_ids or self.tokenize([]), token_ids
 
     def _check_params(self, params: SamplingParams) -> None:

@@ -410,9 +410,7 @@ class LLM:
         pairs = []
         for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
             with numbered(i, len(after), "continuation"):
-                pair = self.requests.pair(context, continuation)
-                scoring.check_continuation(pair[1], self.config.block_size)
-                pairs.append(pair)
+                pairs.append(self.requests.pair(context, continuation))
         scored = scoring.loglikelihoods(self.core, pairs, lora_request)
         outputs = []
         for i in range(len(pairs)):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.errors import NanoinferError, ResultError, input_too_long, show
-from nanoinfer.inputs.prompts import Prompt, as_list, numbered
+from nanoinfer.inputs.prompts import Prompt, as_list, for_each, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import (
     EmbeddingOutput,
@@ -128,9 +128,7 @@ class Pooler:
         """
         salts: list[str | None] = []
         inputs = as_list(prompts, salts)
-        each = [*params] if isinstance(params, Sequence) else [params or PoolingParams()] * len(inputs)
-        if len(each) != len(inputs):
-            raise NanoinferError(f"{len(inputs)} prompts, but {len(each)} PoolingParams: give one, or one for each")
+        each = for_each(PoolingParams() if params is None else params, len(inputs), "PoolingParams")
         for p in each:
             self._check(p)
         return [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 PRIORITY = 1
 """Priority of the requests: others, which have 0 by default, are admitted first, however many texts wait."""
 Logits = NDArray[np.float32]
-T = TypeVar("T")
-Read = Callable[[Logits, list[int]], "list[T]"]
-"""Returns a value for each row of logits (M, V) and the token that follows."""
 Scored = tuple[list[int], int]
 """Token ids, and the index of the first one that is scored, given those before it."""
 
@@ -60,7 +57,7 @@ def log_likelihood(
     total = 0.0
     parts = list(windows(len(ids), core.engine.limits.block_size, stride))
     texts = ((ids[start:end], first - start) for start, first, end in parts)
-    for (_, _, end), values in zip(parts, score(core, texts, _token_logprobs, lora), strict=True):
+    for (_, _, end), values in zip(parts, score(core, texts, lora), strict=True):
         total += sum(logprob for logprob, _ in values)
         if not math.isfinite(total):
             raise _overflowed(f"the log-likelihood of its first {end} tokens is {total}")
@@ -77,7 +74,6 @@ def loglikelihoods(
     `lora`: the adapter; None: none.
 
     Raises:
-        NanoinferError: a continuation is longer than the context length.
         ResultError: the logits are not finite.
     """
     block_size = core.engine.limits.block_size
@@ -87,26 +83,13 @@ def loglikelihoods(
             ids = [*context_ids, *token_ids][-(block_size + 1) :]
             yield ids, len(ids) - len(token_ids)
 
-    for (context_ids, token_ids), scored in zip(pairs, score(core, texts(), _token_logprobs, lora), strict=True):
+    for (context_ids, token_ids), scored in zip(pairs, score(core, texts(), lora), strict=True):
         dropped = max(0, len(context_ids) + len(token_ids) - (block_size + 1))
-        yield _loglikelihood(token_ids, scored, dropped)
-
-
-def check_continuation(token_ids: list[int], block_size: int) -> None:
-    """Raise NanoinferError if a continuation is longer than the context length."""
-    if len(token_ids) > block_size:
-        raise NanoinferError(
-            f"the continuation has {len(token_ids)} tokens, but the context length is {block_size}: shorten it, or use"
-            " perplexity"
-        )
-
-
-def _loglikelihood(token_ids: list[int], scored: list[tuple[float, bool]], dropped: int) -> LoglikelihoodOutput:
-    values = [logprob for logprob, _ in scored]
-    if not math.isfinite(total := sum(values)):
-        raise _overflowed(f"the log-likelihood of the continuation is {total}")
-    greedy = all(is_greedy for _, is_greedy in scored)
-    return LoglikelihoodOutput(token_ids, values, total, greedy, len(token_ids), dropped)
+        values = [logprob for logprob, _ in scored]
+        if not math.isfinite(total := sum(values)):
+            raise _overflowed(f"the log-likelihood of the continuation is {total}")
+        greedy = all(is_greedy for _, is_greedy in scored)
+        yield LoglikelihoodOutput(token_ids, values, total, greedy, len(token_ids), dropped)
 
 
 def read_prompt_logprobs(request: Request, count: int, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -173,24 +156,21 @@ def split_pair(encode: Callable[[str], list[int]], context: str, continuation: s
     return context_ids, encode(bare + continuation)[len(context_ids) :]
 
 
-def score(core: Core, texts: Iterable[Scored], read: Read[T], lora: LoRARequest | None = None) -> Iterator[list[T]]:
-    """Yield, in order, what `read` returns for the scored tokens of each text.
+def score(core: Core, texts: Iterable[Scored], lora: LoRARequest | None = None) -> Iterator[list[tuple[float, bool]]]:
+    """Yield, in order, what `_logprob` returns for each scored token of each text.
 
     Steps run until the texts are scored; other requests go on in them.
 
     Args:
         core: of the model.
         texts: at most block_size + 1 tokens each, of which the last at least is scored.
-        read: called for each part of a text.
         lora: the adapter; None: none.
 
     Raises:
         NanoinferError: a text can never be processed (see `Request.check`), or more than max_num_queued would wait.
-        ResultError: `read` has raised it, the engine has failed, or an interrupt in another thread ended the request.
+        ResultError: the engine has failed, or an interrupt in another thread ended the request.
     """
-    pending = [_request(core, text, read) for text in texts]
-    for request, _ in pending:
-        core.adapt(request, lora)
+    pending = [_request(core, text, lora) for text in texts]
     with Ownership(core, requests := [request for request, _ in pending]):
         core.submit(requests)
         for request, values in pending:
@@ -203,22 +183,18 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T], lora: LoRARequest 
             yield values
 
 
-def _request(core: Core, text: Scored, read: Read[T]) -> tuple[Request, list[T]]:
+def _request(core: Core, text: Scored, lora: LoRARequest | None) -> tuple[Request, list[tuple[float, bool]]]:
     """Return a request that scores a text, and the list that its values are appended to."""
     ids, first = text
-    values: list[T] = []
+    values: list[tuple[float, bool]] = []
 
     def append(logits: Array, target_ids: list[int]) -> None:
-        values.extend(read(to_numpy(logits), target_ids))
+        values.extend(map(_logprob, to_numpy(logits), target_ids))
 
     request = core.make(None, ids[:-1], SamplingParams(max_tokens=1), 0, priority=PRIORITY)
+    core.adapt(request, lora)
     request.prompt_reads = PromptReads(ids[1:], first - 1, append)
     return request, values
-
-
-def _token_logprobs(logits: Logits, target_ids: list[int]) -> list[tuple[float, bool]]:
-    """Return, for each row, the log-probability of its token and whether it is a token of the largest probability."""
-    return [_logprob(row, target) for row, target in zip(logits, target_ids, strict=True)]
 
 
 def _logprob(logits: Logits, target: int) -> tuple[float, bool]:

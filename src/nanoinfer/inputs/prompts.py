@@ -69,6 +69,18 @@ def as_prompt(prompt: Prompt, salts: list[str | None] | None = None) -> str | li
     return _token_ids(_items(prompt))
 
 
+def for_each(values: Any, count: int, what: str) -> list[Any]:
+    """Return a value for each of `count` prompts: `values` has them, or is one for all.
+
+    Raises:
+        NanoinferError: there are several, and not one for each; `what` names them.
+    """
+    each = list(values) if isinstance(values, (list, tuple)) else [values] * count
+    if len(each) != count:
+        raise NanoinferError(f"{count} prompts, but {len(each)} {what}: give one, or one for each prompt")
+    return each
+
+
 @contextmanager
 def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
     """Prefix an error's message with the number of the prompt, if there are several: "prompt 17 of 52: ..."."""
