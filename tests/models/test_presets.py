@@ -11,7 +11,8 @@ from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
 from nanoinfer.roofline.formats import find_shape
 
-# Parameters that the models' pages on the Hub give, a tied head once. pythia-160m's page counts both embeddings.
+# Parameters that the models' pages on the Hub give, a tied head once. pythia-160m's page counts both embeddings, and
+# qwen3.5-0.8b's the vision tower and the block that predicts a further token.
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -25,6 +26,8 @@ PARAMETERS = {
     "gemma3-270m": 268_098_176,
     "pythia-160m": 162_322_944,
     "olmo2-1b": 1_484_916_736,
+    "qwen3.5-0.8b": 752_393_024,
+    "lfm2-1.2b": 1_170_340_608,
 }
 
 

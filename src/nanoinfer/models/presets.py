@@ -90,6 +90,20 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             eos_token_id=100257,
         ),
     ),
+    "qwen3.5-0.8b": (
+        "Qwen/Qwen3.5-0.8B",
+        _shape(
+            24, (8, 2), 1024, 3584, 248320, 262144, model_type="qwen3_5_text", rope_theta=1e7, tie_word_embeddings=True,
+            linear_num_value_heads=16, eos_token_id=248044,
+        ),
+    ),
+    "lfm2-1.2b": (
+        "LiquidAI/LFM2-1.2B",
+        _shape(
+            16, (32, 8), 2048, 12288, 65536, 128000, model_type="lfm2", full_attn_idxs=[2, 5, 8, 10, 12, 14],
+            bos_token_id=1, eos_token_id=7,
+        ),
+    ),
 }  # fmt: skip
 
 
