@@ -75,7 +75,8 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
 def test_logits_are_those_of_the_reference_and_the_same_in_any_company(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps have more tokens than a pass over the layers, as many as can be pending, and one more."""
+    """Steps have more tokens than a pass over the layers, as many as can be pending, and one more. Any division of the
+    tokens into steps gives the same bits."""
     weights = weights_of(name)
     counts = (*(MAX_PENDING,) * 9, 1, 1, 3, 9, 214)
     expected = load_gpt(weights).eval()(torch.tensor(TOKENS)).detach().numpy()

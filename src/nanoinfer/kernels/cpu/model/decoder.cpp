@@ -503,7 +503,10 @@ void Decoder::extend(const Step& step, float* logits) {
   std::vector<Row> rows;
   rows.reserve(step.token_ids.size());
   std::int64_t logit = 0;
-  for (const auto& [from, to] : step.copies) pass_.states()->copy(from, to);
+  std::unordered_set<std::int64_t> empty;  // rows of states
+  for (const auto& [from, to] : step.copies)
+    if (from) pass_.states()->copy(from, to);
+    else empty.insert(to);
   for (std::size_t i = 0; i < step.handles.size(); ++i) {
     const std::int64_t start = cache_.length(step.handles[i]), n = step.num_new[i];
     for (std::int64_t j = 0; j < n; ++j) {
@@ -516,6 +519,7 @@ void Decoder::extend(const Step& step, float* logits) {
       row.state = step.states[i].first;
       row.num_pending = j ? 0 : step.states[i].second;
       row.few = n <= kMaxPending;
+      row.empty = j == 0 && empty.count(row.state);
     }
     cache_.append(step.handles[i], n);  // no other code advances positions
   }

@@ -20,7 +20,7 @@ struct DecoderOptions {
   WeightType weights = WeightType::f32;
   CacheType cache = CacheType::f32;
   std::int64_t max_num_cached_tokens = 0;  // rounded up to whole blocks
-  std::int64_t num_states = 0;  // rows of states of recurrent layers, beside that of zeros
+  std::int64_t num_states = 0;  // rows of states of recurrent layers, from 1 on
   int threads = 1;
   std::string isa;          // "": the fastest supported one
   bool packed = false;      // panels are not packed here: `load_packed` refers to them
@@ -32,8 +32,8 @@ struct DecoderOptions {
 struct Step {
   std::vector<std::int64_t> handles, token_ids, num_new, num_logits;
   std::vector<std::int64_t> adapters;  // of each sequence, 0: none; empty: no sequence has one
-  // Of a model with recurrent layers (nanoinfer.kv.states.StatePool.step): rows of states to copy before, from and to; and each
-  // sequence's row, and the tokens that are pending in it.
+  // Of a model with recurrent layers (nanoinfer.kv.states.StatePool.step): rows of states to copy before, from and to, where row
+  // 0 is that of an empty sequence; and each sequence's row, and the tokens that are pending in it.
   std::vector<std::pair<std::int64_t, std::int64_t>> copies, states;
   bool all_hidden = false;  // whether all tokens have a row of final hidden states, or those with logits
 };

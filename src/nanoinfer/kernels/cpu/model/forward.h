@@ -168,6 +168,7 @@ struct Row {
   std::int64_t state = 0;    // its sequence's row of states, in a model with recurrent layers
   std::int64_t num_pending = 0;  // tokens to apply to the states before this one
   bool few = false;          // whether the sequence has at most kMaxPending new tokens
+  bool empty = false;        // whether its row of states has not been written: it counts as zeros
 };
 
 // Seconds spent in each part of the model since the decoder was created.

@@ -24,7 +24,7 @@ RecurrentLayers::RecurrentLayers(const DecoderShape& s, std::int64_t num_rows, i
     place_.push_back(row_floats_);
     row_floats_ += l.recurrent ? layer_floats_ : 0;
   }
-  memory_ = Buffer((num_rows + 1) * row_bytes());
+  memory_ = Buffer(num_rows * row_bytes());
   const std::int64_t D = shape_.key_dim;
   token_stride_ = 2 * D + shape_.value_dim + 2;
   scratch_stride_ = (kTokens * token_stride_ + D * kPanel + kLanes - 1) / kLanes * kLanes;
@@ -32,18 +32,18 @@ RecurrentLayers::RecurrentLayers(const DecoderShape& s, std::int64_t num_rows, i
   // x / sqrt(|x|^2 + 1e-6) is an rms norm times 1 / sqrt(D); queries are divided by sqrt(D) once more.
   key_scale_.assign(D, 1 / std::sqrt(static_cast<float>(D)));
   query_scale_.assign(D, 1 / static_cast<float>(D));
-  zeros_.assign(D, 0.0f);
+  zeros_.assign(std::max(D, (shape_.taps - 1) * shape_.num_channels()), 0.0f);
 }
 
 void RecurrentLayers::copy(std::int64_t from, std::int64_t to) {
-  const float* row = reinterpret_cast<const float*>(memory_.data()) + from * row_floats_;
-  std::copy_n(row, row_floats_, reinterpret_cast<float*>(memory_.data()) + to * row_floats_);
+  float* const rows = reinterpret_cast<float*>(memory_.data());
+  std::copy_n(rows + (from - 1) * row_floats_, row_floats_, rows + (to - 1) * row_floats_);
 }
 
 void RecurrentLayers::select(const Row* rows, std::int64_t count) {
   runs_.clear();
   for (std::int64_t r = 0; r < count; ++r) {
-    if (r == 0 || rows[r].handle != rows[r - 1].handle) runs_.push_back({r, 0, rows[r].state, rows[r].num_pending, rows[r].few});
+    if (r == 0 || rows[r].handle != rows[r - 1].handle) runs_.push_back({r, 0, rows[r].state, rows[r].num_pending, rows[r].few, rows[r].empty});
     ++runs_.back().count;
   }
 }
@@ -53,12 +53,12 @@ std::int64_t RecurrentLayers::items() const {
 }
 
 float* RecurrentLayers::state(std::int64_t layer, const Run& run) const {
-  return reinterpret_cast<float*>(memory_.data()) + run.state * row_floats_ + place_[layer];
+  return reinterpret_cast<float*>(memory_.data()) + (run.state - 1) * row_floats_ + place_[layer];
 }
 
 RecurrentLayers::Tokens RecurrentLayers::tokens(std::int64_t layer, const Outputs& rows, const Run& run) const {
   const float* at = state(layer, run);
-  return {shape_, at, at + shape_.num_state(), rows.x + run.row * rows.x_stride, run.num_pending, rows.x_stride};
+  return {shape_, run.empty ? zeros_.data() : at, at + shape_.num_state(), rows.x + run.row * rows.x_stride, run.num_pending, rows.x_stride};
 }
 
 // The inputs of the convolution; a negative token is one of those that the state has.
@@ -101,7 +101,7 @@ void RecurrentLayers::read_token(const Kernels& kernels, const RecurrentWeights&
   kernels.norm(Norm::rms, k, key_scale_.data(), zeros_.data(), D, epsilon, k);
 }
 
-// An item is a head, or some channels of a layer without matrices. The pending tokens are applied to the matrix. If there are few
+// An item is a head, or some channels of a layer without matrices. An empty sequence's matrix becomes zeros. The pending tokens are applied to the matrix. If there are few
 // new ones, they then update a copy of it, but for the last, which only reads it.
 void RecurrentLayers::process(const Kernels& kernels, const RecurrentWeights& w, std::int64_t layer, const Outputs& rows,
                               std::int64_t index, std::int64_t item, int rank) const {
@@ -118,6 +118,7 @@ void RecurrentLayers::process(const Kernels& kernels, const RecurrentWeights& w,
   float* const read = reinterpret_cast<float*>(scratch_.data()) + rank * scratch_stride_;
   float* const copied = read + kTokens * token_stride_;
   float* const matrix = state(layer, run) + (shape_.taps - 1) * shape_.num_channels() + item * D * V;
+  if (run.empty) std::fill_n(matrix, D * V, 0.0f);
   for (std::int64_t begin = 0, end; begin < total; begin = end) {  // once if there are few
     end = std::min(total, begin + kTokens);
     for (std::int64_t t = begin; t < end; ++t) read_token(kernels, w, from, t, item, read + (t - begin) * token_stride_);
@@ -145,7 +146,7 @@ void RecurrentLayers::keep(std::int64_t layer, const Outputs& rows, std::int64_t
   const std::int64_t channels = shape_.num_channels(), before = shape_.taps - 1;
   const std::int64_t end = run.num_pending + (run.few ? 0 : run.count);  // of the tokens that are in the state
   float* to = state(layer, run);
-  for (std::int64_t i = 0; end > 0 && i < before; ++i)  // a row is read before it is overwritten
+  for (std::int64_t i = 0; (end > 0 || run.empty) && i < before; ++i)  // a row is read before it is overwritten
     std::copy_n(from.channels(end - before + i), channels, to + i * channels);
   to += shape_.num_state();
   for (std::int64_t t = run.num_pending; run.few && t < run.num_pending + run.count; ++t, to += shape_.num_inputs()) {

@@ -18,10 +18,10 @@ constexpr std::int64_t kMaxPending = 8;  // MAX_PENDING in nanoinfer/kv/states.p
 
 class RecurrentLayers {
  public:
-  // Throws std::bad_alloc. Row 0 is that of an empty sequence, zeros.
+  // Throws std::bad_alloc. Rows are numbered from 1 on.
   RecurrentLayers(const DecoderShape& shape, std::int64_t num_rows, int num_threads);
 
-  std::int64_t num_rows() const { return num_rows_; }  // beside row 0
+  std::int64_t num_rows() const { return num_rows_; }
   std::size_t row_bytes() const { return row_floats_ * sizeof(float); }
   void copy(std::int64_t from, std::int64_t to);
 
@@ -46,6 +46,7 @@ class RecurrentLayers {
     std::int64_t row, count;          // in the step
     std::int64_t state, num_pending;
     bool few;                         // whether its tokens will be pending; else the state will be that after them
+    bool empty;                       // whether they are its first: the row may have anything
   };
   // What the tokens of a run are computed from: those that are pending are followed by the new ones.
   struct Tokens {
