@@ -164,6 +164,34 @@ class Engine(Protocol):
         """Close all sequences. This also restores an engine that an exception interrupted in the middle of a call."""
 
 
+class BlockEngine(Engine, Protocol):
+    """An engine whose blocks of keys and values can be copied to another process."""
+
+    @property
+    def block_format(self) -> str:
+        """What the bytes of a block depend on, beside the model."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, of KV_BLOCK tokens."""
+
+    def read_blocks(self, handle: Handle, first: int, end: int) -> NDArray[np.uint8]:
+        """Return copies of the blocks [first, end) of a sequence, (end - first, block_bytes)."""
+
+    def append_blocks(self, handle: Handle, num_tokens: int, blocks: NDArray[np.uint8]) -> None:
+        """Append tokens to a sequence without computing them.
+
+        Args:
+            handle: the sequence.
+            num_tokens: number of new tokens.
+            blocks: (n, block_bytes): what `read_blocks` returned for a sequence with the same tokens, from the block of
+                the first new token on.
+
+        Raises:
+            NanoinferError: the pool has too few free blocks, or the tokens exceed the context.
+        """
+
+
 SampleSlots = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 """Samples tokens on the device: logits (R, V) float32, sampler_slots (R,) int64, wanted (R,) int64, last, owners (R,)
 int64 -> tokens (R,) int64. sampler_slots holds the sampler's slot index of each row. Rows with wanted == 0 are padding

@@ -162,6 +162,30 @@ class NativeEngine(Sequences):
         num_new = self.num_to_process(handle, num_new)
         return int(self._decoder.blocks_needed(self._handles[handle], num_new))
 
+    @property
+    def block_format(self) -> str:
+        """What the bytes of a block depend on, beside the model."""
+        return f"{self.block_bytes} bytes, {self.isa}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return int(self._decoder.block_bytes)
+
+    def read_blocks(self, handle: Handle, first: int, end: int) -> NDArray[np.uint8]:
+        """Return copies of the blocks [first, end) of a sequence, (end - first, block_bytes)."""
+        blocks = np.empty((end - first, self.block_bytes), np.uint8)
+        self._decoder.read_blocks(self._handles[handle], first, blocks)
+        return blocks
+
+    def append_blocks(self, handle: Handle, num_tokens: int, blocks: NDArray[np.uint8]) -> None:
+        """Append tokens to a sequence without computing them. See `BlockEngine`."""
+        try:
+            self._decoder.append_blocks(self._handles[handle], num_tokens, blocks)
+        except IndexError as e:
+            raise NanoinferError(str(e)) from None
+        self._lengths[handle] += num_tokens
+
     def _open(self, handle: Handle) -> None:
         self._handles[handle] = self._decoder.open()
 

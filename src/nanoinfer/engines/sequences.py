@@ -244,7 +244,7 @@ class Sequences:
         self._unload_adapter(number)
 
     def _advance(self, batch: StepBatch) -> None:
-        """Add a step's tokens to the lengths. No other code advances them."""
+        """Add a step's tokens to the lengths. Beside `append_blocks`, no other code advances them."""
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
             self._lengths[handle] += num_new
 

@@ -14,18 +14,28 @@ al. 2023, arXiv 2312.07104); block tables that are copied when written are those
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import cast
 
 from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.sequence import CacheKey, Sequence
+
+log = logging.getLogger("nanoinfer")
 
 MIN_WAIT = 16
 """Tokens that must be gained for a request to wait until another one has processed their common prefix."""
 _HEADROOM = 16
 """Tokens that each running sequence can grow by after an admission before blocks run out."""
+_MIN_STORED = 16
+"""Tokens that must be gained for a stored sequence to be read."""
+STORED = Handle(-1)
+Load = Callable[[Handle, int], None]
+"""(handle, length): extend a sequence, whose tokens are the first of a stored one, to `length` tokens."""
 
 
 @dataclass(eq=False)
@@ -45,6 +55,7 @@ class Entry:
     """A sequence in the tree."""
 
     handle: Handle
+    """STORED: the engine does not have it."""
     token_ids: list[int]
     """Its tokens from position 0 on; those of a running one are its prompt."""
     key: CacheKey = (None, 0)
@@ -52,6 +63,8 @@ class Entry:
     """The running sequence; None: it is idle."""
     end: _Node | None = None
     """Where its tokens end in the tree."""
+    load: Load | None = None
+    """Reads a stored sequence, which is neither idle nor running."""
 
     @property
     def num_cached(self) -> int:
@@ -75,6 +88,7 @@ class PrefixCache:
         self._roots: dict[CacheKey, _Node] = {}
         self._idle: dict[Entry, None] = {}  # least recently used first
         self._running: dict[Sequence, Entry] = {}
+        self._stored: list[Entry] = []
         self._max_open = engine.limits.max_num_seqs + engine.limits.max_idle_seqs
 
     @property
@@ -82,20 +96,67 @@ class PrefixCache:
         """Handles of the idle sequences, least recently used first."""
         return [entry.handle for entry in self._idle]
 
+    @property
+    def kept(self) -> Iterable[Entry]:
+        """Idle and stored sequences, most recently used first."""
+        return [*reversed(self._idle), *self._stored]
+
+    def store(self, key: CacheKey, token_ids: list[int], load: Load) -> None:
+        """Add a sequence that `load` reads when a request shares its tokens."""
+        self._stored.append(entry := Entry(STORED, token_ids, key, load=load))
+        self._insert(entry)
+
     def find(self, token_ids: list[int], key: CacheKey) -> tuple[Entry | None, int]:
         """Return the sequence with the longest prefix of `token_ids` in common, and the length of that prefix.
 
         It is at most len(token_ids) - 1, because the logits after the last token are needed. Of several sequences, it
         is one that has the prefix cached, if there is one, and one that can be cut there. A sequence that cannot be
-        cut there shares what it can (`Engine.cut`); another one that parts earlier may share more.
+        cut there shares what it can (`Engine.cut`); another one that parts earlier may share more. A stored sequence is
+        read into an idle one.
         """
+        entry, length = self._find(token_ids, key)
+        return (entry, length) if entry is None or entry.load is None else self._load(entry, length)
+
+    def _load(self, stored: Entry, length: int) -> tuple[Entry | None, int]:
+        """Return an idle sequence with the first tokens of a stored one, and their number; fewer if there is no room."""
+        base, num_shared = self._find([*stored.token_ids[:length], -1], stored.key, stored=False)
+        num_shared = 0 if base is None else min(num_shared, base.num_cached)
+        if length < num_shared + _MIN_STORED or not self._free_slot(base):
+            return base, num_shared
+        engine = self.engine
+        handle = engine.fork(base.handle) if base is not None else engine.open()
+        engine.truncate(handle, num_shared)
+        while engine.blocks_needed(handle, length - num_shared) > engine.num_free_blocks:
+            if not self.close_oldest():
+                break
+        else:
+            try:
+                cast(Load, stored.load)(handle, length)
+            except NanoinferError as e:  # the file is damaged or was changed
+                log.warning("%s", e)
+                self.forget_stored()
+        if engine.length(handle) < length:
+            engine.close(handle)
+            return self._find([*stored.token_ids[:length], -1], stored.key, stored=False)  # some may have been closed
+        self._idle[loaded := Entry(handle, stored.token_ids[:length], stored.key)] = None
+        self._insert(loaded)
+        return loaded, length
+
+    def forget_stored(self) -> None:
+        """Remove the stored sequences."""
+        for entry in self._stored:
+            self._remove(entry)
+        self._stored.clear()
+
+    def _find(self, token_ids: list[int], key: CacheKey, stored: bool = True) -> tuple[Entry | None, int]:
+        """`find` without reading; stored: whether stored sequences count."""
         node, length, limit = self._roots.get(key), 0, len(token_ids) - 1
         if node is None:
             return None, 0
         path: list[tuple[_Node, int]] = []
         while length < limit and (child := node.children.get(token_ids[length])) is not None:
             node = child
-            common = _num_common(child.token_ids, token_ids[length:limit])
+            common = num_common(child.token_ids, token_ids[length:limit])
             length += common
             path.append((node, length))
             if common < len(child.token_ids):
@@ -104,22 +165,22 @@ class PrefixCache:
         for node, length in reversed(path):
             if best[1] >= length:
                 break
-            best = max(best, self._longest(node, length), key=itemgetter(1))
+            entries = [e for e in reversed(node.entries) if stored or e.load is None]
+            best = max(best, self._longest(entries, length), key=itemgetter(1))
         return best
 
-    def _longest(self, node: _Node, length: int) -> tuple[Entry, int]:
-        """Return the sequence of a node that shares the most of its first `length` tokens, and how many.
+    def _longest(self, entries: Iterable[Entry], length: int) -> tuple[Entry | None, int]:
+        """Return the sequence that shares the most of the first `length` tokens of a node, and how many.
 
         A sequence that is still processing them shares all of them later."""
-        best: tuple[Entry, int, int] | None = None
-        for entry in reversed(node.entries):
+        best: tuple[Entry | None, int, int] = None, 0, 0
+        for entry in entries:
             cached = min(entry.num_cached, length)
             found = entry, self.engine.cut(entry.handle, length) if cached == length else length, cached
-            if best is None or found[2:0:-1] > best[2:0:-1]:
+            if best[0] is None or found[2:0:-1] > best[2:0:-1]:
                 best = found
             if best[1:] == (length, length):
                 break
-        assert best is not None
         return best[:2]
 
     def open(self, sequence: Sequence, token_ids: list[int], entry: Entry | None, num_shared: int) -> None:
@@ -171,10 +232,12 @@ class PrefixCache:
         return all(self.close_oldest() for _ in range(len(self.engine.handles) + num_seqs - self._max_open))
 
     def clear(self) -> None:
-        """Forget all sequences, after the engine was reset."""
+        """Forget all sequences but those that are stored, after the engine was reset."""
         self._roots.clear()
         self._idle.clear()
         self._running.clear()
+        for entry in self._stored:
+            self._insert(entry)
 
     def _free_slot(self, spare: Entry | None = None) -> bool:
         return len(self.engine.handles) < self._max_open or self.close_oldest(spare)
@@ -239,7 +302,7 @@ class PrefixCache:
             child = node.children.get(rest[0])
             if child is None:
                 child = node.children[rest[0]] = _Node(rest, node)
-            elif (common := _num_common(child.token_ids, rest)) < len(child.token_ids):
+            elif (common := num_common(child.token_ids, rest)) < len(child.token_ids):
                 child = _split(child, common)
             child.entries[entry] = None
             node, rest = child, rest[len(child.token_ids) :]
@@ -260,7 +323,7 @@ class PrefixCache:
 
     def _has(self, token_ids: list[int], key: CacheKey) -> bool:
         """Return whether another sequence has all of these tokens cached."""
-        entry, length = self.find([*token_ids, -1], key)
+        entry, length = self._find([*token_ids, -1], key, stored=False)
         return length == len(token_ids) and (entry is None or entry.num_cached >= length)
 
 
@@ -273,7 +336,7 @@ def _split(node: _Node, length: int) -> _Node:
     return head
 
 
-def _num_common(a: Seq[int], b: Seq[int]) -> int:
+def num_common(a: Seq[int], b: Seq[int]) -> int:
     """Return the length of the longest common prefix."""
     limit = min(len(a), len(b))
     if a[:limit] == b[:limit]:

@@ -219,8 +219,10 @@ def require_writable(folder: Path, name: str | None = None) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception.
+
+    private: whether its owner alone may read it.
 
     Raises:
         OSError: it cannot be written, or `path` is a pipe or a device, which a file must not replace.
@@ -230,6 +232,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as f:
+            if private:
+                os.fchmod(f.fileno(), 0o600)
             yield f
             f.flush()
             os.fsync(f.fileno())

@@ -108,6 +108,26 @@ void extend(Decoder& decoder, const Step& step, Writable& logits) {
   decoder.extend(step, rows ? logits.data() : nullptr);
 }
 
+using WritableBytes = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void check_block_bytes(const Cache& cache, std::size_t bytes) {
+  if (bytes != cache.block_bytes())
+    throw std::invalid_argument("blocks have " + std::to_string(cache.block_bytes()) + " bytes, not " + std::to_string(bytes));
+}
+
+void append_blocks(Decoder& decoder, std::int64_t handle, std::int64_t count, const Bytes2& blocks) {
+  Cache& cache = decoder.cache();
+  check_block_bytes(cache, blocks.shape(1));
+  const std::int64_t length = cache.length(handle);
+  if (count < 1 || count > decoder.shape().block_size - length || cache.blocks_needed(handle, count) > cache.blocks_free())
+    throw std::out_of_range(std::to_string(count) + " positions do not fit behind the " + std::to_string(length) +
+                            " of sequence " + std::to_string(handle));
+  if (const std::int64_t first = length / kBlock, end = (length + count + kBlock - 1) / kBlock;
+      static_cast<std::int64_t>(blocks.shape(0)) != end - first)
+    throw std::invalid_argument(std::to_string(blocks.shape(0)) + " blocks, must be " + std::to_string(end - first));
+  cache.append(handle, count, blocks.data());
+}
+
 void copy_hidden(const Decoder& decoder, Writable& out) {
   const std::vector<float>& from = decoder.final_hidden();
   const std::size_t columns = decoder.shape().n_embd;
@@ -294,6 +314,20 @@ void bind_decoder(nb::module_& m) {
       .def("truncate",
            [](Guarded& d, std::int64_t h, std::int64_t n) { d.locked([=](Decoder& x) { x.cache().truncate(h, n); }); },
            "handle"_a, "length"_a)
+      .def("read_blocks",
+           [](Guarded& d, std::int64_t h, std::int64_t first, WritableBytes& out) {
+             d.computed([&](Decoder& x) {
+               check_block_bytes(x.cache(), out.shape(1));
+               x.cache().read(h, first, static_cast<std::int64_t>(out.shape(0)), out.data());
+             });
+           },
+           "handle"_a, "first"_a, "out"_a.noconvert(), "Copy blocks of a sequence from `first` on to out, (n, block_bytes).")
+      .def("append_blocks",
+           [](Guarded& d, std::int64_t h, std::int64_t count, const Bytes2& blocks) {
+             d.computed([&](Decoder& x) { append_blocks(x, h, count, blocks); });
+           },
+           "handle"_a, "count"_a, "blocks"_a.noconvert(),
+           "Extend a sequence by `count` positions: (n, block_bytes), its blocks from that of the first new position on.")
       .def("close", [](Guarded& d, std::int64_t h) { d.locked([h](Decoder& x) { x.cache().close(h); }); }, "handle"_a)
       .def("clear", [](Guarded& d) { d.locked([](Decoder& x) { x.cache().clear(); }); }, "Close all sequences.")
       .def("length",
@@ -349,6 +383,7 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("blocks_free", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().blocks_free(); }); })
       .def_prop_ro("blocks_total",
                    [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().blocks_total(); }); })
+      .def_prop_ro("block_bytes", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().block_bytes(); }); })
       .def_prop_ro("cache_bytes",
                    [](Guarded& d) {
                      return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().block_bytes(); });

@@ -115,6 +115,22 @@ void Cache::append(std::int64_t handle, std::int64_t count) {
   }
 }
 
+void Cache::append(std::int64_t handle, std::int64_t count, const std::uint8_t* blocks) {
+  const Sequence& s = at(handle);
+  std::int64_t b = s.length / kBlock;
+  append(handle, count);
+  for (; b * kBlock < s.length; ++b, blocks += block_bytes_) std::memcpy(address(s.block[b]), blocks, block_bytes_);
+}
+
+void Cache::read(std::int64_t handle, std::int64_t first, std::int64_t count, std::uint8_t* to) const {
+  const Sequence& s = at(handle);
+  const std::int64_t blocks = static_cast<std::int64_t>(s.block.size());
+  if (first < 0 || count < 0 || first > blocks - count)
+    throw std::out_of_range("blocks from " + std::to_string(first) + " on: sequence " + std::to_string(handle) + " has " +
+                            std::to_string(blocks));
+  for (std::int64_t b = first; b < first + count; ++b, to += block_bytes_) std::memcpy(to, s.address[b], block_bytes_);
+}
+
 std::uint8_t* Cache::block(std::int64_t handle, std::int64_t position) const {
   return address(at(handle).block[position / kBlock]);
 }

@@ -49,6 +49,10 @@ class Cache {
   std::int64_t blocks_total() const { return static_cast<std::int64_t>(references_.size()); }
   // Extend a sequence by `count` positions, taking blocks from the pool, which must have enough free ones.
   void append(std::int64_t handle, std::int64_t count);
+  // The same with the contents of the blocks from that of the first new position on, one after the other.
+  void append(std::int64_t handle, std::int64_t count, const std::uint8_t* blocks);
+  // Copy `count` blocks of a sequence. Throws std::out_of_range if it has fewer.
+  void read(std::int64_t handle, std::int64_t first, std::int64_t count, std::uint8_t* to) const;
 
   // Numbers of a sequence's blocks in the pool.
   const std::vector<std::int32_t>& table(std::int64_t handle) const { return at(handle).block; }
