@@ -125,6 +125,8 @@ class SchedulerConfig:
     """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
+    prefix_cache_file: str | None = None
+    """File that keeps the prefix cache of engine native: read at the start, written at exit (default: none)."""
     target_step_ms: int | None = 80
     """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
 
@@ -133,6 +135,12 @@ class SchedulerConfig:
         keep_int(self, "max_num_queued", 1, optional=True)
         keep_int(self, "target_step_ms", 0, 1_000_000, optional=True)
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if self.prefix_cache_file is not None and (
+            not isinstance(self.prefix_cache_file, str) or not self.prefix_cache_file or not self.enable_prefix_caching
+        ):
+            raise NanoinferError(
+                f"prefix_cache_file={show(self.prefix_cache_file)}: give the name of a file, and enable_prefix_caching"
+            )
 
 
 OF_CHATS = ("generation_config", "chat_template")

@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,3 +69,10 @@ def serving(model: str | Path, *options: str, limits: str = "", python: Sequence
                 server.process.wait()
         assert server.process.stderr is not None
         server.process.stderr.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)

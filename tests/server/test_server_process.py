@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 from dataclasses import replace  # noqa: E402
 
 from helpers.models import TINY, make_folder  # noqa: E402
-from helpers.server_process import ServerProcess, serving  # noqa: E402
+from helpers.server_process import ServerProcess, serving, wait_until  # noqa: E402
 from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanoinfer.cli import main  # noqa: E402
 from nanoinfer.protocols.fields import COMPLETIONS  # noqa: E402
@@ -42,13 +42,6 @@ ENDLESS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("process") / "tiny", replace(TINY, block_size=512))
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
 
 
 # The start ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CAPACITY = (
     "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "target_step_ms",
-    "max_num_queued", "enable_prefix_caching", "enable_lora", "max_loras", "max_lora_rank",
+    "max_num_queued", "enable_prefix_caching", "prefix_cache_file", "enable_lora", "max_loras", "max_lora_rank",
 )  # fmt: skip
 """Options that may change when a batch is continued: they do not determine what is generated."""
 

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+from weakref import ref
 
 from nanoinfer.checkpoints.load import fit_engine, load_model
 from nanoinfer.config import LLMConfig
 from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
+from nanoinfer.core.prefix_file import StoredPrefixes
 from nanoinfer.engines import first_use, registry
+from nanoinfer.engines.base import BlockEngine
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
+from nanoinfer.utils import processes
 
 log = logging.getLogger("nanoinfer")
+
+
+def _log_dtype(model: ModelInfo, stored: str) -> None:
+    """Log what dtype=auto has chosen for a checkpoint of dtype `stored`."""
+    if formats := Counter(name for parts in model.block_formats.values() for name, _ in parts):
+        named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
+        log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
+    else:
+        other = f" (the checkpoint is {stored})" if stored != model.dtype else ""
+        log.info("dtype=auto: using %s%s", model.dtype, other)
+
+
+def _store_prefixes(core: Core, path: str, model: ModelInfo) -> None:
+    """Let a core share the prefixes of a file, and write it at exit. Raises NanoinferError as `StoredPrefixes`."""
+    if model.engine != "native" or model.config.recurrence is not None:
+        raise NanoinferError(
+            f"prefix_cache_file={path!r} needs engine native and a model without recurrent layers: leave it out"
+        )
+    core.stored = StoredPrefixes(Path(path), cast(BlockEngine, core.engine), core.scheduler.cache)
+    atexit.register(_save_at_exit, ref(core))
+
+
+def _save_at_exit(core: ref[Core]) -> None:
+    """Write the prefix cache of a core that still exists, in the process that built it."""
+    if (built := core()) is not None and not processes.generation():
+        try:
+            built.save_prefix_cache()
+        except NanoinferError as e:
+            log.error("%s", e)
 
 
 @dataclass(frozen=True)
@@ -74,12 +111,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         pooling=loaded.pooling.with_options(config.pooling),
     )
     if options.dtype == "auto" and options.quantization is None:
-        if formats := Counter(name for parts in model.block_formats.values() for name, _ in parts):
-            named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
-            log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
-        else:
-            stored = loaded.weights.stored_dtype
-            log.info("dtype=auto: using %s%s", dtype, f" (the checkpoint is {stored})" if stored != dtype else "")
+        _log_dtype(model, loaded.weights.stored_dtype)
     drafts = DraftFactory(model, options)
     options = options if speculation.draft is None else drafts.leave_room(speculation.draft)
     engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
@@ -88,6 +120,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
     adapters = Adapters(scheduler, model.config, options)
     core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap, adapters=adapters)
     drafts.start(engine)
+    if (path := config.scheduler.prefix_cache_file) is not None:
+        _store_prefixes(core, path, model)
     if speculation.draft is not None:
         core.speculator = drafts.speculator(speculation)
     return BuiltCore(core, model, drafts)

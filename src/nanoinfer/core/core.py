@@ -31,7 +31,7 @@ from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.core.step import ENGINE, NoObserver, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
-from nanoinfer.errors import one_line
+from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.sampler import Sampler, not_finite
 from nanoinfer.sampling_params import BeamSearchParams, LoRARequest, SamplingParams
@@ -43,6 +43,7 @@ from nanoinfer.speculative.speculator import Speculator, by_speculator
 from nanoinfer.utils import processes
 
 if TYPE_CHECKING:
+    from nanoinfer.core.prefix_file import StoredPrefixes
     from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class Core:
         self.speculator = speculator
         self.observer: Observer = NoObserver()
         self._overlap, self.adapters = overlap, adapters
+        self.stored: StoredPrefixes | None = None
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
@@ -192,13 +194,20 @@ class Core:
         self.between_steps(lambda: None)
 
     def reset_prefix_cache(self) -> None:
-        """Close all idle sequences."""
+        """Close all idle sequences, and forget those that are stored."""
 
         def close_all() -> None:
+            self.scheduler.cache.forget_stored()
             while self.scheduler.cache.close_oldest():
                 pass
 
         self.between_steps(lambda: self._guarded(close_all))
+
+    def save_prefix_cache(self) -> int:
+        """Write the idle sequences to prefix_cache_file; return how many it has. Raises NanoinferError if it cannot."""
+        if self.stored is None:
+            raise NanoinferError("there is no prefix_cache_file: name one when the model is loaded")
+        return self.between_steps(self.stored.save)
 
     @property
     def unfinished(self) -> bool:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +31,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engines.base import BlockEngine, Handle, StepBatch
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, escaped, reason
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.scheduling.prefix_cache import Entry, PrefixCache, num_common
-from nanoinfer.utils.files import RegularFile, escaped, reason, replacing
+from nanoinfer.utils.files import RegularFile, replacing
+
+log = logging.getLogger("nanoinfer")
 
 MAGIC = b"nanoinfer prefixes 1\n"
 MAX_JSON_BYTES = 1 << 28
-_SIZES = struct.Struct("<QQQI")  # bytes of the JSON text, number of tokens, number of blocks, checksum of text and tokens
+_SIZES = struct.Struct("<QQQI")
+"""Bytes of the JSON text, number of tokens, number of blocks, checksum of text and tokens."""
 Blocks = NDArray[np.uint8]
+
+
+class DamagedPrefixes(NanoinferError):
+    """A block of a file has another checksum than when it was written."""
 
 
 class Record(NamedTuple):
@@ -111,15 +119,12 @@ class PrefixFile:
         described = json.loads(header[:text_bytes])
         if described["fingerprint"] != fingerprint:
             raise self._refused("was written for another model, format of keys and values, or instruction set")
-        if self._checksums_at + 4 * num_blocks != self._file.size:
-            raise self._refused("is damaged: its blocks do not fit its size")
         self.records = [Record(*record) for record in described["records"]]
         self._tokens = np.frombuffer(header, "<i4", offset=text_bytes)
-        self._ends: list[int] = []  # of each record's blocks in the file
-        self._token_ends: list[int] = []
-        for record in self.records:
-            self._ends.append((self._ends or [0])[-1] + _num_blocks(record.num_tokens) - record.first_block)
-            self._token_ends.append((self._token_ends or [0])[-1] + record.num_tokens - record.shared)
+        self._ends = [*accumulate(_num_blocks(r.num_tokens) - r.first_block for r in self.records)]  # of their blocks
+        self._token_ends = [*accumulate(r.num_tokens - r.shared for r in self.records)]
+        if self._checksums_at + 4 * num_blocks != self._file.size or self._ends[-1:] not in ([], [num_blocks]):
+            raise self._refused("is damaged: its blocks do not fit its size")
 
     def _refused(self, why: str) -> NanoinferError:
         return NanoinferError(f"prefix_cache_file {escaped(self.path)} {why}: delete it, or choose another name")
@@ -136,7 +141,8 @@ class PrefixFile:
         """Return the blocks [first, end) of a record, (end - first, block bytes).
 
         Raises:
-            NanoinferError: a block is damaged, or the file was changed or cannot be read.
+            DamagedPrefixes: a block is damaged.
+            NanoinferError: the file was changed or cannot be read.
         """
         out = np.empty((end - first, self._block_bytes), np.uint8)
         for i, block in enumerate(range(first, end)):
@@ -146,8 +152,11 @@ class PrefixFile:
             at = self._ends[owner] - _num_blocks(self.records[owner].num_tokens) + block
             self._file.read_into(self._blocks_at + at * self._block_bytes, memoryview(out[i]))
             (checksum,) = struct.unpack("<I", self._file.read(self._checksums_at + 4 * at, 4))
-            if zlib.crc32(out[i]) != checksum:
-                raise self._refused(f"is damaged: the checksum of block {at} is another one")
+            if zlib.crc32(out[i].data) != checksum:
+                raise DamagedPrefixes(
+                    f"prefix_cache_file {escaped(self.path)} is damaged (block {at}): its prefixes are computed again,"
+                    " and it will be replaced"
+                )
         return out
 
 
@@ -186,7 +195,7 @@ def write(path: Path, fingerprint: str, prefixes: Iterable[KeptPrefix], max_bloc
             for record, prefix in zip(records, chosen, strict=True):
                 for at in range(record.first_block, _num_blocks(record.num_tokens)):
                     block = prefix.read(at, at + 1)
-                    checksums.append(zlib.crc32(block))
+                    checksums.append(zlib.crc32(block.data))
                     file.write(block.data)
             file.write(np.array(checksums, "<u4").tobytes())
     except OSError as e:
@@ -220,27 +229,33 @@ class StoredPrefixes:
 
     def save(self) -> int:
         """Write the idle sequences and those of the file without adapters; return their number. Raises as `write`."""
-        kept = [e for e in self._cache.kept if e.key[1] == 0]
-        prefixes = [KeptPrefix(e.key[0], e.token_ids, self._reader(e)) for e in kept]
-        return write(self._path, self._fingerprint, prefixes, self._max_blocks)
+        try:
+            kept = [e for e in self._cache.kept if e.key[1] == 0]
+            prefixes = [KeptPrefix(e.key[0], e.token_ids, self._reader(e)) for e in kept]
+            return write(self._path, self._fingerprint, prefixes, self._max_blocks)
+        except DamagedPrefixes as e:  # of a sequence that no request has shared
+            log.warning("%s", e)
+            self._cache.forget_stored()
+            return self.save()
 
     def _reader(self, entry: Entry) -> Callable[[int, int], Blocks]:
         stored = entry.load
         if isinstance(stored, _Stored):
-            return partial(stored.file.read, stored.index)
+            return partial(stored.file.read, stored.record)
         return partial(self._engine.read_blocks, entry.handle)
 
 
-class _Stored(NamedTuple):
+@dataclass(frozen=True)
+class _Stored:
     """Reads a record into the engine (`prefix_cache.Load`)."""
 
     engine: BlockEngine
     file: PrefixFile
-    index: int
+    record: int
 
     def __call__(self, handle: Handle, length: int) -> None:
         before = self.engine.length(handle)
-        blocks = self.file.read(self.index, before // KV_BLOCK, _num_blocks(length))
+        blocks = self.file.read(self.record, before // KV_BLOCK, _num_blocks(length))
         self.engine.append_blocks(handle, length - before, blocks)
 
 

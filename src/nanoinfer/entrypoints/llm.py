@@ -54,8 +54,8 @@ class LLM:
         seed: of random:<preset> weights.
         options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
             ...), of `SpeculationConfig` (draft, speculate_k, speculate_rule) and of `SchedulerConfig`
-            (max_num_batched_tokens, target_step_ms, max_num_queued, enable_prefix_caching); see config.py. Further
-            arguments of vLLM are accepted where they have no effect: docs/from-vllm.md.
+            (max_num_batched_tokens, target_step_ms, max_num_queued, enable_prefix_caching, prefix_cache_file); see
+            config.py. Further arguments of vLLM are accepted where they have no effect: docs/from-vllm.md.
 
     Raises:
         NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
@@ -247,6 +247,17 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Free the keys and values of ended requests, which later ones could share."""
         self.core.reset_prefix_cache()
+
+    def save_prefix_cache(self) -> int:
+        """Write the keys and values of ended requests to `prefix_cache_file`, as at the exit of the process.
+
+        Returns:
+            the number of sequences that the file has.
+
+        Raises:
+            NanoinferError: there is no such option, or the file cannot be written.
+        """
+        return self.core.save_prefix_cache()
 
     # Chat ------------------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class PrefixCache:
         return (entry, length) if entry is None or entry.load is None else self._load(entry, length)
 
     def _load(self, stored: Entry, length: int) -> tuple[Entry | None, int]:
-        """Return an idle sequence with the first tokens of a stored one, and their number; fewer if there is no room."""
+        """Return an idle sequence with the first tokens of a stored one, and their number: fewer if blocks are few."""
         base, num_shared = self._find([*stored.token_ids[:length], -1], stored.key, stored=False)
         num_shared = 0 if base is None else min(num_shared, base.num_cached)
         if length < num_shared + _MIN_STORED or not self._free_slot(base):

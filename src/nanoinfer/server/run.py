@@ -11,6 +11,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Thread
 from types import FrameType
 
 import anyio
@@ -18,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, escaped, printable, reason
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
@@ -66,6 +69,8 @@ def url(bound: socket.socket) -> str:
 def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
     """Serve a model until SIGTERM or SIGINT, then finish what runs within the time limit. A second SIGINT ends at once.
 
+    SIGHUP writes the prefix cache, if it has a file.
+
     Args:
         llm: is closed at the end.
         config: options and limits.
@@ -75,11 +80,21 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         config = with_max_connections(config)
         app = build_app(llm, config, access_log)
         names = served_names(llm.llm, config)
+        if llm.llm.core.stored is not None:
+            save = partial(Thread, target=_save_prefix_cache, args=(llm.llm,))
+            signal.signal(signal.SIGHUP, lambda number, frame: save().start())
         try:
             asyncio.run(listen(app, config, bound, f"model: {', '.join(map(printable, names))}"))
         finally:
             bound.close()
             llm.shutdown()
+
+
+def _save_prefix_cache(llm: LLM) -> None:
+    try:
+        log.info("prefix cache: %d sequences are written", llm.save_prefix_cache())
+    except NanoinferError as e:
+        log.error("%s", e)
 
 
 @contextmanager
