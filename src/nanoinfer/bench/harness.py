@@ -88,7 +88,11 @@ class Harness:
             for part in parts:
                 if self._late:
                     return
-                reference = self._reference_case([c for c in suite or cases if c.shape == part[0].shape])
+                # The reference of the greedy tokens is the first of our engines in float32, not shortened.
+                exact = [
+                    c for c in suite or cases if c.shape == part[0].shape and c.backend in ENGINES and _is_exact(c)
+                ]
+                reference = min(exact, key=self._shortened, default=None)
                 alone = "not interleaved with all of its shape: they do not fit the memory"
                 alone = alone if len(parts) > 1 and self._options.together else ""
                 self._run_part([Row(case, note=alone, unfinished=True) for case in part], reference, keep)
@@ -136,10 +140,6 @@ class Harness:
         cache = self._config.kv_bytes_per_token(2 if half else 4)
         return (1 + on_gpu) * PROCESS_BYTES + 2 * weights + case.batch * tokens * cache
 
-    def _reference_case(self, group: list[Case]) -> Case | None:
-        """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
-        return min((c for c in group if c.backend in ENGINES and _is_exact(c)), key=self._shortened, default=None)
-
     def _run_part(self, part: list[Row], reference: Case | None, keep: Callable[[list[Row]], None]) -> None:
         """Measure the rows of backends that are alive together."""
         loaded: list[_Loaded] = []
@@ -149,8 +149,9 @@ class Harness:
 
         def keep_so_far() -> None:
             for backend in alive():
-                if backend.rounds:
-                    self._summarize(backend.row, backend.rounds)
+                if rounds := backend.rounds:
+                    backend.row.figures, backend.row.round_sec = summarize(rounds), [run.total_sec for run in rounds]
+                    fill_in(backend.row, self._config, self._ceiling)
             keep([row for row in part if row.error is not None or row.figures is not None])
 
         with Processes(self._weights, self._pythons) as processes:
@@ -178,12 +179,6 @@ class Harness:
                 backend.row.unfinished = False
                 keep_so_far()
         self._done += sum(not row.unfinished for row in part)
-
-    def _summarize(self, row: Row, runs: list[RunTimes]) -> None:
-        """Set what follows from the rounds so far."""
-        row.figures = summarize(runs)
-        row.round_sec = [run.total_sec for run in runs]
-        fill_in(row, self._config, self._ceiling)
 
     def _measure_more(self, backend: _Loaded) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""

@@ -151,10 +151,6 @@ class WorkerProcess:
             raise NanoinferError(answer["error"])
         return answer["answer"]
 
-    def export(self, weights: Path) -> None:
-        """Write the weights in the backend's own format, where it has one."""
-        self.ask("export", case=dataclasses.asdict(self.case), weights=str(weights))
-
     def load(self, weights: Path) -> None:
         """Load the backend, or raise NanoinferError with the reason."""
         self.ask("load", case=dataclasses.asdict(self.case), weights=str(weights))
@@ -202,7 +198,7 @@ class Processes(contextlib.ExitStack):
         python = self._pythons.get(case.backend)
         if case.backend in EXPORTED:
             with WorkerProcess(case, python) as exporter:
-                exporter.export(self._weights)
+                exporter.ask("export", case=dataclasses.asdict(case), weights=str(self._weights))
         process = self.enter_context(WorkerProcess(case, python))
         process.load(self._weights)
         return process

@@ -282,9 +282,10 @@ def read_config(path: Path, quantized: bool = False) -> ModelConfig:
     fields = Fields(raw)
     with about(where):
         fields.only("is_encoder_decoder", False, None)
-        rounds = [_rounds_inputs(fields.get(name)) for name in _QUANTIZATION]
+        quantizations = [fields.get(name) for name in _QUANTIZATION]
+        rounds = any(isinstance(q, dict) and q.get("quant_method") == "bitnet" for q in quantizations)  # its inputs
         for name in _QUANTIZATION:
-            fields.get(name) if quantized or any(rounds) else fields.only(name, None)
+            fields.get(name) if quantized or rounds else fields.only(name, None)
         fields.only("is_causal", True, None)
         fields.only("use_bidirectional_attention", False, None, "vision")  # of images alone
         config = family.read(fields)
@@ -293,15 +294,10 @@ def read_config(path: Path, quantized: bool = False) -> ModelConfig:
             "bos_token_id": next(iter(_token_ids("bos_token_id", raw.get("bos_token_id", default_start), raw)), None),
             "eos_token_ids": _end_tokens(raw, path.with_name("generation_config.json")),
         }
-        config = replace(config, **tokens, rounded_inputs=any(rounds))
+        config = replace(config, **tokens, rounded_inputs=rounds)
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config
-
-
-def _rounds_inputs(quantization: Any) -> bool:
-    """Return whether a quantization_config is that of BitNet's layers, whose inputs are rounded."""
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "bitnet"
 
 
 def quantization_of(path: Path) -> Any:

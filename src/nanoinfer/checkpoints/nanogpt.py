@@ -192,7 +192,10 @@ def open_nanochat(path: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing or malformed, or is of a version of nanochat that is not supported.
     """
     config = _nanochat_config(path.with_name(f"meta_{path.stem.removeprefix('model_')}.json"))
-    state = {name: _unpadded(tensor, config) for name, tensor in _state(read_checkpoint(path), path).items()}
+    shape = config.vocab_size, config.n_embd  # without the rows by which processes can share the vocabulary evenly
+    padded = -(-config.vocab_size // _PADDED_TO) * _PADDED_TO, config.n_embd
+    stored = _state(read_checkpoint(path), path).items()
+    state = {name: replace(t, shape=shape) if t.shape == padded else t for name, t in stored}
     return check(config, state, escaped(path), dtype, _NANOCHAT)
 
 
@@ -209,13 +212,6 @@ def _nanochat_config(path: Path) -> ModelConfig:
         names = escaped(", ".join(unknown))
         raise NanoinferError(f"{where}: model_config has {names}, which is not supported: a later version of nanochat")
     return replace(config, n_inner=config.mlp_dim)  # transformers' config names the width
-
-
-def _unpadded(tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
-    """Leave out the rows that nanochat adds to the vocabulary so that processes can share it evenly."""
-    rows = -(-config.vocab_size // _PADDED_TO) * _PADDED_TO
-    padded = tensor.shape == (rows, config.n_embd)
-    return replace(tensor, shape=(config.vocab_size, config.n_embd)) if padded else tensor
 
 
 def find_tokenizer(checkpoint: Path) -> Path | None:

@@ -117,10 +117,12 @@ def batch(
     try:
         is_complete = _skip(parts)
         if num_records := sum(records.done.num_records for records in outputs):
-            done = "is complete" if is_complete else "continues"
-            _note(f"{escaped(target)} {done} after {num_records:,} lines")
+            _note(f"{escaped(target)} {'is complete' if is_complete else 'continues'} after {num_records:,} lines")
         if not is_complete and cluster.ray is not None:
-            _run_on_ray(cluster.ray, parts, cluster.job(config, options, several=len(inputs) > 1))
+            from nanoinfer.ray import connect, pool
+
+            with connect.connected(cluster.ray), ProgressBar("batch", lines=True) as bar:
+                pool.run(parts, cluster.job(config, options, several=len(inputs) > 1), bar)
         elif not is_complete:
             _run(config, options, parts)
         for records in outputs:
@@ -158,15 +160,6 @@ def _report(outputs: Sequence[Output]) -> None:
         first = next(records.done.first_error for records in outputs if records.done.first_error)
         complain(f"{num_errors:,} of {num_records:,} lines failed: see error in their records; first {first}")
         raise click.exceptions.Exit(1)
-
-
-def _run_on_ray(address: str, parts: Parts, job: Any) -> None:
-    """Write the records of the lines that the readers have not read yet."""
-    from nanoinfer.ray.connect import connected
-    from nanoinfer.ray.pool import run
-
-    with connected(address), ProgressBar("batch", lines=True) as bar:
-        run(parts, job, bar)
 
 
 def _split(files: tuple[str, ...], output: str | None) -> tuple[list[str], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -147,7 +148,7 @@ def _read_prompts(arguments: list[str], files: tuple[Path, ...], lines: bool) ->
         raise NanoinferError("--lines needs --file or prompts on stdin: a prompt among the arguments is one prompt")
     if not arguments and not files:
         text = _read_stdin()
-        texts.append(text if lines else _without_newline(text))
+        texts.append(text if lines else re.sub(r"\r?\n\Z", "", text))  # without the newline at its end
     if lines:
         texts = [line for text in texts for line in split_lines(text)]
         if not texts and not arguments:
@@ -160,11 +161,6 @@ def _read_stdin() -> str:
         raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
     with reading_stdin(": give a prompt as an argument or with --file"):
         return sys.stdin.buffer.read().decode("utf-8")
-
-
-def _without_newline(text: str) -> str:
-    r""" "a\n\n" -> "a\n"; "a\r\n" -> "a"."""
-    return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
 
 
 def split_lines(text: str) -> list[str]:

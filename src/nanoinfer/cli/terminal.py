@@ -70,11 +70,8 @@ def reading_stdin(remedy: str = "") -> Iterator[None]:
 
 def visible(text: str) -> str:
     """Escape control characters in generated text, except newlines and tabs, and changes of direction."""
-    return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def _is_visible(c: str) -> bool:
-    return c in "\n\t" or (c not in _DIRECTIONS and unicodedata.category(c) not in ("Cc", "Cs"))
+    hidden = {c for c in text if c in _DIRECTIONS or unicodedata.category(c) in ("Cc", "Cs")} - {*"\n\t"}
+    return "".join(c.encode("unicode_escape").decode("ascii") if c in hidden else c for c in text)
 
 
 def complain(message: str, *more: str) -> None:

@@ -100,7 +100,9 @@ class LogRequests:
             return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, request_id = time.perf_counter(), _request_id(scope)
+        started, ids = time.perf_counter(), [value for name, value in scope["headers"] if name == b"x-request-id"]
+        well_formed = len(ids) == 1 and _REQUEST_ID.fullmatch(ids[0])
+        request_id = str(ids[0], "ascii") if well_formed else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         added = ((b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff"))
@@ -126,13 +128,6 @@ class LogRequests:
             if not response.is_complete:
                 entry["complete"] = False
             self._record(entry)
-
-
-def _request_id(scope: Scope) -> str:
-    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
-        return str(given[0], "ascii")
-    return secrets.token_hex(16)
 
 
 class OneLine(logging.Formatter):

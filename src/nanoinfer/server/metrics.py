@@ -124,7 +124,8 @@ class Metrics:
     def finish(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Observe the last output of a request."""
         metrics = output.metrics
-        self._finished[_finish_reason(output)].inc()
+        reason = next((o.finish_reason for o in output.outputs), None)  # of the first output
+        self._finished[reason if reason in FINISH_REASONS else "length"].inc()
         for name, (_, _, read) in _HISTOGRAMS.items():
             if params is None and name not in _POOLED:
                 continue
@@ -169,12 +170,6 @@ class RequestWatch:
                 self.num_finished += 1
                 self._metrics.finish(output, self._params)
                 count_tokens(self._scope, output.metrics.num_prompt_tokens, output.metrics.num_output_tokens)
-
-
-def _finish_reason(output: RequestOutput) -> str:
-    """Return the finish reason of a request: that of its first output."""
-    reason = next((o.finish_reason for o in output.outputs), None)
-    return reason if reason in FINISH_REASONS else "length"
 
 
 class _Engine(Collector):

@@ -15,7 +15,8 @@ mailto is its text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,7 @@ def tree(text: str) -> list[Node]:
         raise FieldError(f"text: its lists and quotes nest deeper than {MAX_DEPTH} levels: use fewer", "text")
     nodes: list[Node] = []
     path = [nodes]  # the lists of nodes from the root to the element that is open
-    for token in _flat(tokens):
+    for token in chain.from_iterable((t.children or ()) if t.type == "inline" else (t,) for t in tokens):
         if token.hidden:  # the paragraph of an item in a list without blank lines
             continue
         if token.nesting < 0:
@@ -125,15 +126,6 @@ def tree(text: str) -> list[Node]:
         if token.nesting > 0:
             path.append(path[-1] if made is None else made[1])
     return nodes
-
-
-def _flat(tokens: Sequence[Token]) -> Iterator[Token]:
-    """Yield the tokens of blocks, and those within their lines."""
-    for token in tokens:
-        if token.type == "inline":
-            yield from token.children or ()
-        else:
-            yield token
 
 
 def _node(token: Token) -> Node | None:
