@@ -14,8 +14,7 @@ from seeds import trained
 
 import tokenizers as hf
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
-from nanoinfer.batch.lines import LineReader
-from nanoinfer.batch.output import open_output
+from nanoinfer.batch.files import LineReader, open_output
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.weights import Weights

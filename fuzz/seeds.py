@@ -12,8 +12,7 @@ from typing import Any
 
 import tokenizers as hf
 from nanoinfer.bench import results
-from nanoinfer.bench.case import Case, Row
-from nanoinfer.bench.stats import Figures
+from nanoinfer.bench.case import Case, Figures, Row
 from nanoinfer.checkpoints import huggingface, nanogpt
 from nanoinfer.checkpoints.gpt_loading import init_weights, weights_of
 from nanoinfer.config import LayerKind, ModelConfig, Rotary

@@ -17,10 +17,9 @@ from rich.console import Console
 from helpers.environment import ROOT
 from helpers.errors import refuses
 from nanoinfer.bench import table
-from nanoinfer.bench.case import BITS, DASH, Case, Row, digits
+from nanoinfer.bench.case import BITS, DASH, Case, Figures, Row, digits
 from nanoinfer.bench.figures import COLORS, GREY, MAX_FIGURES, MAX_LINES, Figure, figures, write_figures
 from nanoinfer.bench.results import Results, read
-from nanoinfer.bench.stats import Figures
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.errors import missing_extra
 

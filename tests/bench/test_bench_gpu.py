@@ -25,10 +25,9 @@ from helpers.models import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM
 from nanoinfer.bench import machine, model_folders, results, worker
 from nanoinfer.bench import run as running
-from nanoinfer.bench.case import Case, Row
+from nanoinfer.bench.case import Case, Row, RunTimes, summarize
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.run import Plan, run
-from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
 from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.engines.base import StepBatch

@@ -11,8 +11,7 @@ import pytest
 from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer.bench.backends import PEERS, open_backend, require_module
-from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case, Requests, RunTimes
 from nanoinfer.config import ModelConfig
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_ids=(7,))

@@ -12,10 +12,9 @@ from helpers.errors import refuses
 from helpers.models import CHARS
 from nanoinfer.bench import model_folders
 from nanoinfer.bench.backends.engines import _spread
-from nanoinfer.bench.case import Case, Row, cut_prompt, make_requests, repeat_prompt
+from nanoinfer.bench.case import Case, Row, RunTimes, cut_prompt, make_requests, repeat_prompt, summarize
 from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
 from nanoinfer.bench.run import Plan, run
-from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.table import shape_name
 from nanoinfer.engines.registry import ENGINES

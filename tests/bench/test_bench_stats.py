@@ -12,10 +12,9 @@ import pytest
 
 from helpers.errors import refuses
 from nanoinfer.bench import results
-from nanoinfer.bench.case import Case, Row, make_requests
+from nanoinfer.bench.case import Case, Row, RunTimes, is_steady, make_requests, naive_token_times, summarize
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.stats import RunTimes, is_steady, naive_token_times, summarize
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling
 

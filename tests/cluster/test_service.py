@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.batch.lines import Line, Place
+from nanoinfer.batch.files import Line, Place
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.ray.service import LineService
 

@@ -24,8 +24,7 @@ from helpers.terminal import Terminal
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, PoolingParams, SamplingParams
 from nanoinfer.batch import run as batch_run
-from nanoinfer.batch.lines import MAX_LINE_BYTES, LineReader
-from nanoinfer.batch.output import FileOutput, open_output
+from nanoinfer.batch.files import MAX_LINE_BYTES, FileOutput, LineReader, open_output
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.errors import TokensExcluded

@@ -23,8 +23,7 @@ from helpers.errors import refuses
 from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import output as batch_output
-from nanoinfer.batch.lines import LineReader
-from nanoinfer.batch.output import FileOutput
+from nanoinfer.batch.files import FileOutput, LineReader
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.utils.progress import ProgressBar
 

@@ -10,8 +10,7 @@ import pytest
 
 from helpers.cli import Run
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.explain.page import page
-from nanoinfer.explain.record import Recording, record
+from nanoinfer.explain.record import Recording, page, record
 from nanoinfer.roofline.ceilings import Ceiling
 
 PROMPTS = ["O Romeo,", "O Romeo, what is your name, my lord? I would not", "First Citizen: speak"]

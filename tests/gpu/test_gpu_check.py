@@ -21,9 +21,8 @@ import torch
 
 from helpers.environment import ROOT
 from nanoinfer.bench import results
-from nanoinfer.bench.case import Case, Row
+from nanoinfer.bench.case import Case, Row, RunTimes, summarize
 from nanoinfer.bench.results import Results
-from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import slot_tokens

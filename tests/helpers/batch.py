@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.batch.lines import LineReader
-from nanoinfer.batch.output import FileOutput, open_output
+from nanoinfer.batch.files import FileOutput, LineReader, open_output
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.utils.progress import ProgressBar
 

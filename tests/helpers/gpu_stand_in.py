@@ -63,7 +63,7 @@ class Backend:
         self.runs = 0
 
     def run(self, requests: Any) -> tuple[list[list[int]], Any]:
-        from nanoinfer.bench.stats import RunTimes
+        from nanoinfer.bench.case import RunTimes
 
         self.runs += 1
         arrivals = [[0.001 * (i + 1) for i in range(n)] for n in requests.output_tokens]

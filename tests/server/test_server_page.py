@@ -23,8 +23,8 @@ pytest.importorskip("uvicorn", reason="pip install '.[server]'")
 import nanoinfer
 from helpers import page_stub
 from nanoinfer import LLM, AsyncLLM, SamplingParams
-from nanoinfer.explain.page import page as document
 from nanoinfer.explain.record import Recording, record
+from nanoinfer.explain.record import page as document
 from nanoinfer.sampling_params import COMMAND_DEFAULTS
 from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
+from nanoinfer.batch.files import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError, show
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, status_code

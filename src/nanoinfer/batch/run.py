@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from nanoinfer.batch.lines import Line, Place
-from nanoinfer.batch.output import Checkpoint
+from nanoinfer.batch.files import Checkpoint, Line, Place
 from nanoinfer.batch.records import Form, OpenAIForm, OwnForm, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM

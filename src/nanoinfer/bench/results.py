@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import Case, Row
-from nanoinfer.bench.stats import Figures
+from nanoinfer.bench.case import Case, Figures, Row
 from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.utils.files import parse_json, read_limited

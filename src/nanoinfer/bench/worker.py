@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from nanoinfer.bench.backends import EXPORTED, open_backend, prepare
-from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.bench.case import Case, RunTimes, make_requests
 from nanoinfer.bench.model_folders import read_passages
-from nanoinfer.bench.stats import RunTimes
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.errors import NanoinferError, one_line, reason
 from nanoinfer.utils.environment import waited_seconds

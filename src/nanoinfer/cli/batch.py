@@ -24,8 +24,7 @@ from nanoinfer.utils.files import read_text
 from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from nanoinfer.batch.lines import LineReader
-    from nanoinfer.batch.output import Output
+    from nanoinfer.batch.files import LineReader, Output
     from nanoinfer.batch.run import BatchOptions
 
     Parts = Sequence[tuple[LineReader, Output]]
@@ -103,7 +102,7 @@ def batch(
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
 
-    from nanoinfer.batch.output import open_parts
+    from nanoinfer.batch.files import open_parts
     from nanoinfer.batch.run import BatchOptions
 
     adapters = named_adapters(lora_modules)

@@ -271,8 +271,7 @@ def explain(
     require_writable(output.parent, output.name)
 
     from nanoinfer.entrypoints.llm import LLM
-    from nanoinfer.explain.page import page
-    from nanoinfer.explain.record import record
+    from nanoinfer.explain.record import page, record
 
     if config.engine.sampler == "auto":  # the logits of overlapped steps stay on the device
         config = replace(config, engine=replace(config.engine, sampler="reference"))

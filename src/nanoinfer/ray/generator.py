@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoinfer.batch.lines import Line, Place
+from nanoinfer.batch.files import Line, Place
 from nanoinfer.batch.records import OPENAI_KEYS, OWN_KEYS
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.entrypoints.llm import LLM

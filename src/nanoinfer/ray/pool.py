@@ -19,8 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanoinfer.batch.lines import Line, LineReader
-from nanoinfer.batch.output import Output
+from nanoinfer.batch.files import Line, LineReader, Output
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.llm import LLM

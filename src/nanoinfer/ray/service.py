@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from nanoinfer.batch.lines import Line, Place
-from nanoinfer.batch.output import Checkpoint
+from nanoinfer.batch.files import Checkpoint, Line, Place
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.utils.progress import ProgressBar

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.errors import missing_extra
-from nanoinfer.explain.page import page, policy
+from nanoinfer.explain.record import page, policy
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.server.http import LARGE_VALUES
 from nanoinfer.server.service import Service

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case, Requests, RunTimes
 from nanoinfer.errors import NanoinferError, missing_extra, reason
 
 # Peer -> its class(case, weights folder), in this package. Every other name is an engine of ours.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case, Requests, RunTimes, make_requests
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 from nanoinfer.profiling.checks import decode_logits, synchronize, verify_ratio

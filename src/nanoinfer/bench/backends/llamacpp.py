@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.backends import FOLDER, Recorder, export_once, require_case, require_module, require_room
-from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case, Requests, RunTimes, make_requests
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.backends import Recorder, require_case, require_module, require_room
-from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case, Requests, RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.profiling.checks import synchronize
