@@ -47,8 +47,7 @@ if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: use this 
     spec.loader.exec_module(sys.modules["nanoinfer._native"])
 
 from helpers import interpreter  # noqa: E402
-from helpers.cli import Run  # noqa: E402
-from helpers.models import make_folder  # noqa: E402
+from helpers.models import Run, make_folder  # noqa: E402
 
 if INTERPRETED:
     interpreter.leave_out_repeated_work()

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer.bench.backends import export_once, prepare
 from nanoinfer.bench.backends.llamacpp import QUANT_BLOCK, export_gguf
 from nanoinfer.bench.case import Case

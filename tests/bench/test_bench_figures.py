@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from helpers.environment import ROOT
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.bench import table
 from nanoinfer.bench.case import BITS, DASH, Case, Figures, Row, digits
 from nanoinfer.bench.figures import COLORS, GREY, MAX_FIGURES, MAX_LINES, Figure, figures, write_figures

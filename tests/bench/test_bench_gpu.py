@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder, make_limits, make_model
+from helpers.models import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
 from nanoinfer.bench import machine, model_folders, results, worker
 from nanoinfer.bench import run as running

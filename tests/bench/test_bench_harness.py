@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import one_thread
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, one_thread, refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, Row

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer.bench.backends import PEERS, open_backend, require_module
 from nanoinfer.bench.case import Case, Requests, RunTimes
 from nanoinfer.config import ModelConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import require_case
 from nanoinfer.bench.backends.engines import EngineBackend

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import CHARS
+from helpers.models import CHARS, refuses
 from nanoinfer.bench import model_folders
 from nanoinfer.bench.backends.engines import _spread
 from nanoinfer.bench.case import Case, Row, RunTimes, cut_prompt, make_requests, repeat_prompt, summarize

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, Row, RunTimes, is_steady, make_requests, naive_token_times, summarize
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in

@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cli import Run
 from helpers.environment import ROOT
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, Run, make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError

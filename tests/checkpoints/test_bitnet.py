@@ -18,9 +18,8 @@ integrations = pytest.importorskip("transformers.integrations")  # of which `bit
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from helpers.engines import generate, make_core, make_engine, naive_greedy  # noqa: E402
-from helpers.errors import refuses  # noqa: E402
 from helpers.families import SMALL  # noqa: E402
-from helpers.models import edit_config, make_limits  # noqa: E402
+from helpers.models import edit_config, make_limits, refuses  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.checkpoints import packed  # noqa: E402
 from nanoinfer.checkpoints.gguf import export as gguf_export  # noqa: E402

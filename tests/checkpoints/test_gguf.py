@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.errors import refuses
 from helpers.gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, write_gguf
-from helpers.models import load_gpt
+from helpers.models import load_gpt, refuses
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.environment import ROOT
-from helpers.errors import refuses
-from helpers.models import TINY, make_weights
+from helpers.models import TINY, make_weights, refuses
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers.errors import refuses
 from helpers.families import CASES, GGUF_CASES, make_folder
 from helpers.gguf_files import as_f16, as_f32, as_q8_0, convert
+from helpers.models import refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gpt_loading import load_gpt

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
 from helpers.gguf_files import (
     ARRAY,
     F32,
@@ -25,6 +24,7 @@ from helpers.gguf_files import (
     value,
     write_gguf,
 )
+from helpers.models import refuses
 from nanoinfer.checkpoints.gguf import file as gguf_file
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.file import MAX_HEADER_BYTES, read_gguf

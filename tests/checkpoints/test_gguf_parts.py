@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
 from helpers.gguf_files import Stored, as_f32, tiny_gguf, write_gguf
+from helpers.models import refuses
 from nanoinfer.checkpoints.gguf.file import read_gguf
 from nanoinfer.checkpoints.load import load_model, load_tokenizer
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.environment import ROOT
-from helpers.errors import refuses
-from helpers.models import TINY, make_weights
+from helpers.models import TINY, make_weights, refuses
 from helpers.trained_tokenizers import TEXTS, bpe, unigram, word_piece
 
 hf = pytest.importorskip("tokenizers")

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
 from helpers.gguf_files import convert, write_gguf
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("tokenizers")

@@ -17,8 +17,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, edit_config, load_folder, make_folder, make_model, make_weights, weights_of
+from helpers.models import (
+    CHARS,
+    TINY,
+    edit_config,
+    load_folder,
+    make_folder,
+    make_model,
+    make_weights,
+    refuses,
+    weights_of,
+)
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import open_folder, save
 from nanoinfer.config import ModelConfig

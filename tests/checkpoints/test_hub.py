@@ -13,10 +13,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from helpers.errors import refuses
 from helpers.gguf_files import tiny_gguf
 from helpers.hub_server import HubServer
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from nanoinfer.checkpoints.hub import cached_models, group_files, having
 from nanoinfer.checkpoints.hub import find as find_on_hub
 from nanoinfer.errors import NanoinferError

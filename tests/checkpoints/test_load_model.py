@@ -13,10 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.cli import Run
-from helpers.errors import refuses
 from helpers.gguf_files import tiny_gguf
-from helpers.models import CHARS, TINY, make_folder, make_model, make_weights
+from helpers.models import CHARS, TINY, Run, make_folder, make_model, make_weights, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import load, packages
 from nanoinfer.checkpoints.huggingface import save

@@ -19,9 +19,8 @@ import transformers
 
 from helpers import gguf_files
 from helpers.adapters import merged, write_adapter
-from helpers.errors import refuses
 from helpers.families import make_config, random_model
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gpt_loading import load_gpt

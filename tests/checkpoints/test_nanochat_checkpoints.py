@@ -13,8 +13,8 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from helpers.errors import refuses
 from helpers.evil_pickle import Evil
+from helpers.models import refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import load_model, load_tokenizer

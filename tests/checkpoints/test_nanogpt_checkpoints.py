@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.errors import refuses
 from helpers.evil_pickle import Evil
-from helpers.models import make_model
+from helpers.models import make_model, refuses
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, edit_config, make_folder, make_limits, make_model
+from helpers.models import CHARS, TINY, edit_config, make_folder, make_limits, make_model, refuses
 from helpers.packed import GREEDY, TEXT, pack
 from nanoinfer import LLM
 from nanoinfer.bench import run as bench

@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.errors import refuses
 from helpers.families import CASES as FAMILY_CASES
 from helpers.families import make_folder
-from helpers.models import edit_config, load_gpt
+from helpers.models import edit_config, load_gpt, refuses
 from helpers.quantized import CASES, E2M1, Case, Stored, base_folder, gptq, group, quantized_folders
 from helpers.quantized import packed as packed_integers
 from nanoinfer import LLM, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from helpers.trained_tokenizers import TEXTS, bpe
 from nanoinfer.checkpoints import tokenizer_files
 from nanoinfer.checkpoints.gguf.splits import SPLITS

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, load_gpt, make_folder, make_model, weights_of
+from helpers.models import CHARS, TINY, load_gpt, make_folder, make_model, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.checkpoints.transforms import widen as widen_weights

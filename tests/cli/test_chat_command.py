@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.chat import chat_folder
-from helpers.cli import Run
-from helpers.errors import check_messages
+from helpers.models import Run, check_messages
 from helpers.tools import tools_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat import _bound, messages

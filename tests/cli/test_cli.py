@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import Run, command, one_thread
-from helpers.models import make_folder
+from helpers.models import Run, command, make_folder, one_thread
 from nanoinfer import SamplingParams, __version__
 from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help

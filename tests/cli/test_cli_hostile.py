@@ -21,9 +21,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import Run
-from helpers.errors import check_messages
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, Run, check_messages, make_folder
 from nanoinfer.cli import app
 
 DIGITS = "9" * 5000

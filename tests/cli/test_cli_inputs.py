@@ -17,8 +17,7 @@ import click
 import pytest
 import torch
 
-from helpers.cli import Run
-from helpers.models import CHARS, TINY, make_folder, make_model, weights_of
+from helpers.models import CHARS, TINY, Run, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.cli.generate import split_lines

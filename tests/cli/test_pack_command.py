@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import CHARS, make_folder, make_model
+from helpers.models import CHARS, make_folder, make_model, refuses
 from helpers.packed import GREEDY, TEXT, pack
 from nanoinfer import LLM
 from nanoinfer.checkpoints import packed

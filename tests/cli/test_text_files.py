@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import Run
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, Run, make_folder, refuses
 from nanoinfer.bench import model_folders
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.tokenizers.tokenizer import from_file

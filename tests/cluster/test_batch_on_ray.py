@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import command, one_thread
-from helpers.models import make_folder
+from helpers.models import command, make_folder, one_thread
 from helpers.ray_cluster import LOOPBACK, WAIT_SEC, children, grows, kill, listening, start, until, workers
 from nanoinfer.cli import app
 

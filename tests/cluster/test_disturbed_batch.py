@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import command, one_thread
+from helpers.models import command, one_thread
 from helpers.ray_cluster import NODE, WAIT_SEC, cluster, grows, kill, start, workers
 
 pytest.importorskip("ray")

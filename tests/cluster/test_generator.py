@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import nanoinfer.ray
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 
 pa = pytest.importorskip("pyarrow")
 

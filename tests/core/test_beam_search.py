@@ -17,8 +17,7 @@ pytest.importorskip("transformers")
 from helpers import families
 from helpers.engines import DEVICES, make_engine, prompt
 from helpers.engines import make_core as core_of
-from helpers.errors import refuses
-from helpers.models import TINY, edit_config, make_folder, make_model, submit
+from helpers.models import TINY, edit_config, make_folder, make_model, refuses, submit
 from helpers.overlap import TorchSampler
 from helpers.scheduling import check_integrity
 from helpers.table_engine import RANDOM, make_core

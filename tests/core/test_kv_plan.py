@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_limits, make_weights
+from helpers.models import TINY, make_limits, make_weights, refuses
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.registry import ENGINES

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.engines import GREEDY, V, make_engine, naive_greedy, nightly_if_interpreted, prompt
-from helpers.errors import refuses
-from helpers.models import make_folder, make_model, weights_of
+from helpers.models import make_folder, make_model, refuses, weights_of
 from helpers.scheduling import Pretended, World, check_integrity, make_request, summary
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.engines import generate, make_engine, naive_greedy
 from helpers.environment import INTERPRETED
-from helpers.errors import refuses
-from helpers.models import make_limits
+from helpers.models import make_limits, refuses
 from nanoinfer import SamplingParams
 from nanoinfer.checkpoints.gpt_loading import weights_of
 from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig

@@ -13,8 +13,7 @@ import torch
 from helpers import overlap
 from helpers.adapters import make_adapter, merged
 from helpers.engines import BATCHES, DEVICES, GREEDY, generate, make_core, make_engine, naive_greedy, prompt
-from helpers.errors import refuses
-from helpers.models import TINY, make_model
+from helpers.models import TINY, make_model, refuses
 from nanoinfer import SamplingParams
 from nanoinfer.checkpoints.adapters import Adapter
 from nanoinfer.config import EngineConfig

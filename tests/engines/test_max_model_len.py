@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.huggingface import open_folder

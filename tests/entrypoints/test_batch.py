@@ -19,7 +19,7 @@ import pytest
 
 from helpers.batch import run_on, runner
 from helpers.chat import chat_folder
-from helpers.cli import Run
+from helpers.models import Run
 from helpers.terminal import Terminal
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, PoolingParams, SamplingParams

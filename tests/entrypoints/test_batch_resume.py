@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from helpers import cli
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import output as batch_output
 from nanoinfer.batch.files import FileOutput, LineReader

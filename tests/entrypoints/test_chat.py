@@ -15,9 +15,8 @@ import pytest
 from helpers.chat import HI, chat_folder
 from helpers.chat_templates import CHATML, TEMPLATES
 from helpers.engines import naive_greedy, prompt
-from helpers.errors import refuses
 from helpers.interrupts import ENGINES, check, interrupt_everywhere
-from helpers.models import TINY, make_folder, make_model, submit
+from helpers.models import TINY, make_folder, make_model, refuses, submit
 from helpers.overlap import make_core
 from helpers.tools import TWO
 from nanoinfer import LLM, SamplingParams

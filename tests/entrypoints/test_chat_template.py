@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.chat_templates import TEMPLATES
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.tokenizers import chat_template
 from nanoinfer.tokenizers.chat_template import ChatTemplate
 from nanoinfer.utils import limited_process

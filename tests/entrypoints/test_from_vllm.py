@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helpers.environment import ROOT
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_model
+from helpers.models import CHARS, TINY, make_model, refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.entrypoints.vllm_names import FOREIGN
 from nanoinfer.outputs import CompletionOutput

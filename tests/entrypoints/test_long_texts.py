@@ -15,8 +15,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.batch import run_on
 from helpers.chat import chat_folder
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.entrypoints.async_llm import LONG_TEXT
 from nanoinfer.tokenizers import tokenizer as tokenizers

@@ -19,8 +19,7 @@ import tokenizers as hf
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from helpers.environment import ROOT
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_folder, make_model
+from helpers.models import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, AsyncLLM, PoolingParams, RequestOutput, ResultError, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import make_folder
+from helpers.models import make_folder, refuses
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.inputs.prompts import as_list, numbered
 from nanoinfer.protocols.fields import FieldError

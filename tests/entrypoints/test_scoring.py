@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_folder, make_model
+from helpers.models import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.answers import random_object
 from helpers.chat import HI
-from helpers.errors import refuses
+from helpers.models import refuses
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.outputs import CallDelta, ChatMessage, ContentDelta, ReasoningDelta

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.environment import ROOT
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer import LLM
 from nanoinfer.entrypoints.vllm_names import FOREIGN, llm_config
 

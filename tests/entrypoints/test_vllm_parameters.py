@@ -12,8 +12,7 @@ import pytest
 
 import tokenizers as hf
 from helpers.chat import HI, chat_folder
-from helpers.errors import refuses
-from helpers.models import CHARS, make_folder
+from helpers.models import CHARS, make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.tokenizers import tokenizer as tokenizers

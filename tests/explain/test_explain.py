@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import Run
+from helpers.models import Run
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.explain.record import Recording, page, record
 from nanoinfer.roofline.ceilings import Ceiling

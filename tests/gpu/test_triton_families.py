@@ -16,10 +16,9 @@ from triton.runtime import interpreter
 
 from helpers import families
 from helpers.engines import generate, make_core
-from helpers.errors import refuses
 from helpers.families import CASES, RECURRENT
 from helpers.features import FEATURES
-from helpers.models import make_limits
+from helpers.models import make_limits, refuses
 from helpers.recorded import FakeRecorder
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder

@@ -22,7 +22,7 @@ from helpers.environment import TESTS
 
 pytest.importorskip("triton")
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from helpers.samplers import CONTROLS, GPT2_V, LOGITS, make_logits, make_row, random_row
 from helpers.samplers import agree as with_the_reference
 from nanoinfer.errors import missing_extra

@@ -1,16 +1,22 @@
-"""Small models of the tests, made in the process: no network and no external files."""
+"""What most tests need: small models, made in the process, without network and external files; what is asserted of
+errors that users see; commands of the command line as processes (fixture `run` of conftest.py runs them in this)."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineLimits, ModelConfig
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.parameters import shapes
 from nanoinfer.tokenizers.tokenizer import char_to_json
 from nanoinfer.utils.arrays import HostTensor
@@ -79,3 +85,34 @@ def submit(core: Core, *arguments: Any, **options: Any) -> Request:
     request = core.make(*arguments, **options)
     core.submit([request])
     return request
+
+
+def refuses(call: Callable[[], object], *words: str) -> None:
+    """Assert that `call` raises a NanoinferError whose message is one line and contains all `words`."""
+    with pytest.raises(NanoinferError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def check_messages(err: str) -> None:
+    """Every line is one of ours, without a traceback or a character that a terminal obeys."""
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    lines = err.removesuffix("\n").split("\n") if err else []
+    for line in lines:
+        assert line.isprintable(), line[:300]
+        assert len(line) <= 1100
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from nanoinfer.cli import main; main()", *map(str, arguments)]
+
+
+def one_thread() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from helpers.cli import command, one_thread
+from helpers.models import command, one_thread
 
 WAIT_SEC = 120.0  # for what takes seconds on an idle machine
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}

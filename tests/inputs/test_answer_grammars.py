@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.answers import FORMATS, THINK, random_object, tool, valid, write
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.inputs.answers.format import HARMONY, JSON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.grammar import to_grammar

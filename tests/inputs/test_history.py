@@ -8,7 +8,7 @@ import pytest
 
 from helpers.answers import TEMPLATES, template
 from helpers.chat_templates import TEMPLATES as FAMILIES
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.inputs.answers.format import detect
 from nanoinfer.inputs.chat import History
 from nanoinfer.inputs.messages import as_conversation

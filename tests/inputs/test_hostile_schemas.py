@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.answers import FORMATS
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.inputs.answers.grammar import to_grammar
 from nanoinfer.inputs.answers.lark import ReleasedTools
 from nanoinfer.inputs.messages import Tool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.answers import TEMPLATES, template
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, MAX_PIECE, detect
 from nanoinfer.inputs.answers.response_template import MAX_VALUES, ResponseTemplate, ResponseTemplateParser

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helpers.engines import GREEDY
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_model, make_weights
+from helpers.models import CHARS, TINY, make_model, make_weights, refuses
 from nanoinfer import LLM
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.transforms import truncate_layers

@@ -11,10 +11,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from helpers.errors import refuses  # noqa: E402
 from helpers.families import CASES, EXPERTS, GEMMA4, SMALL, make_folder  # noqa: E402
 from helpers.features import FEATURES  # noqa: E402
-from helpers.models import edit_config  # noqa: E402
+from helpers.models import edit_config, refuses  # noqa: E402
 from nanoinfer.checkpoints.gpt_loading import load_gpt  # noqa: E402
 from nanoinfer.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.families import FAMILIES  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError

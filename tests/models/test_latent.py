@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import families
-from helpers.errors import refuses
-from helpers.models import TINY, edit_config
+from helpers.models import TINY, edit_config, refuses
 from helpers.quantized import CASES, base_folder, quantized_folders
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
 from helpers.gguf_files import Stored, as_f16, as_f32, write_gguf
-from helpers.models import make_limits
+from helpers.models import make_limits, refuses
 from helpers.native import new_decoder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import packed

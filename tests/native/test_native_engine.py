@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder, make_model
+from helpers.models import TINY, make_folder, make_model, refuses
 from helpers.native import BLOCK, FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model

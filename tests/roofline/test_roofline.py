@@ -21,8 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_limits, make_model
+from helpers.models import TINY, make_limits, make_model, refuses
 from nanoinfer.config import Experts, Latent, LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine

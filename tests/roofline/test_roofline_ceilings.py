@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import TINY
+from helpers.models import TINY, refuses
 from nanoinfer.roofline import ceilings as measuring
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import DEVICES, Ceiling, Workload, find_device, measure

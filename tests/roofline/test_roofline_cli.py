@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cli import Run
 from helpers.environment import ROOT
-from helpers.models import TINY, edit_config, make_model
+from helpers.models import TINY, Run, edit_config, make_model
 from nanoinfer.cli.measure import si
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import DEVICES, Ceiling

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import Run
-from helpers.errors import refuses
 from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
+from helpers.models import Run, refuses
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import decode

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.sampling.beams import BeamSearch, Candidates, Hypothesis, find_candidates
 from nanoinfer.sampling_params import BeamSearchParams
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder, submit
+from helpers.models import TINY, make_folder, refuses, submit
 from helpers.table_engine import CHARS, RANDOM, V, make_core
 from nanoinfer import LLM, CompletionOutput, SamplingParams
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from helpers.samplers import CONTROLS, GPT2_V, LOGITS, agree, make_logits, make_row, normal, outcome, random_row
 from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError

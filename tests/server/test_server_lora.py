@@ -18,8 +18,7 @@ from helpers.adapters import write_adapter
 from helpers.asgi import call, serve
 from helpers.async_llm import freed
 from helpers.batch import run_on
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.cli.app import run

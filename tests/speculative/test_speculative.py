@@ -11,8 +11,7 @@ import pytest
 from helpers.drafters import Scripted
 from helpers.engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
 from helpers.environment import INTERPRETED
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_folder, make_model, submit, weights_of
+from helpers.models import CHARS, TINY, make_folder, make_model, refuses, submit, weights_of
 from helpers.speculation import FLAT, SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits

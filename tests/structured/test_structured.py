@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.cli import Run
 from helpers.environment import INTERPRETED, ROOT
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, Run, make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines import registry

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY
+from helpers.models import CHARS, TINY, refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo

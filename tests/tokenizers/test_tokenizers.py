@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizers as hf
-from helpers.errors import refuses
-from helpers.models import CHARS
+from helpers.models import CHARS, refuses
 from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, unigram, word_piece
 from nanoinfer.checkpoints.tokenizer_files import from_folder
 from nanoinfer.tokenizers import tokenizer as tokenizers

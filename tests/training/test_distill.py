@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cli import command, one_thread
-from helpers.errors import refuses
-from helpers.models import CHARS, TINY, make_folder, make_model
+from helpers.models import CHARS, TINY, command, make_folder, make_model, one_thread, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.cli.train import _Writer

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.cli import command
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, command, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.training import data

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.errors import refuses
-from helpers.models import make_folder, make_weights, weights_of
+from helpers.models import make_folder, make_weights, refuses, weights_of
 from nanoinfer import LLM
 from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.gpt_loading import load_gpt

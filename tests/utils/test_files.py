@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from nanoinfer.errors import NanoinferError, escaped
 from nanoinfer.utils import files
 from nanoinfer.utils.files import RegularFile, parse_json, read_json, read_limited, read_text

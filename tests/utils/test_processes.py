@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.errors import refuses
-from helpers.models import make_limits, make_model
+from helpers.models import make_limits, make_model, refuses
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.dynamic import DynamicEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.errors import refuses
+from helpers.models import refuses
 from helpers.terminal import Terminal
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.utils.progress import ProgressBar

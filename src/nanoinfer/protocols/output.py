@@ -13,14 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.outputs import (
-    AnswerDelta,
-    CallDelta,
-    CompletionOutput,
-    Logprob,
-    ReasoningDelta,
-    RequestOutput,
-)
+from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, Logprob, ReasoningDelta, RequestOutput
 from nanoinfer.protocols.errors import as_sent, error_body, renamed
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS
 from nanoinfer.protocols.requests import GenerationRequest, num_top, parse

@@ -22,17 +22,7 @@ from nanoinfer.protocols.errors import as_sent, error_body, renamed, status_code
 from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES, FieldError, read_fields
 from nanoinfer.protocols.output import token_counts, usage
 from nanoinfer.protocols.requests import GenerationRequest, parse
-from nanoinfer.protocols.shared import (
-    Decode,
-    Outputs,
-    Part,
-    Parts,
-    Shape,
-    StreamWriter,
-    Verb,
-    event_bytes,
-    parts_of,
-)
+from nanoinfer.protocols.shared import Decode, Outputs, Part, Parts, Shape, StreamWriter, Verb, event_bytes, parts_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.json_pieces import encode
 

@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from nanoinfer.checkpoints.gguf import model as gguf
-from nanoinfer.checkpoints.gguf.architectures import (
-    ARCHITECTURES,
-    FREQUENCIES,
-    describe,
-    rotary_divisors,
-)
+from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES, FREQUENCIES, describe, rotary_divisors
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
 from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, quantize_q8_0
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer

@@ -7,13 +7,7 @@ from typing import Any
 
 from nanoinfer.config import Experts, LayerKind, ModelConfig
 from nanoinfer.models.families import experts
-from nanoinfer.models.families.fields import (
-    Fields,
-    head_fields,
-    rotated,
-    typed_rope_fields,
-    window_fields,
-)
+from nanoinfer.models.families.fields import Fields, head_fields, rotated, typed_rope_fields, window_fields
 from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
 
 GEMMA = LLAMA.derive(
