@@ -21,7 +21,7 @@ import pytest
 from helpers import cli
 from helpers.models import make_folder, refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.batch import output as batch_output
+from nanoinfer.batch import files as batch_output
 from nanoinfer.batch.files import FileOutput, LineReader
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.utils.progress import ProgressBar
