@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from helpers import cli
 from helpers.models import make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import files as batch_output
@@ -37,7 +36,7 @@ def llm(folder: Path) -> LLM:
 
 
 @pytest.fixture
-def run(run: cli.Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
+def run(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
     """Run `nanoinfer batch ARGUMENTS` on the tiny model in an empty folder: exit code and stderr."""
     monkeypatch.chdir(tmp_path)
 
