@@ -17,32 +17,20 @@ from helpers.environment import ROOT
 pytest.importorskip("yaml", reason="PyYAML is not installed")
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
-from helpers.deploy import (
-    DEPLOY,
-    PAGE,
-    command_lines,
-    compose_config,
-    documents,
-    instructions,
-    of_kind,
-    parse,
-    pods,
-    server_config,
-    values,
-)
+from helpers import deploy
 from nanoinfer.server.access import PUBLIC, CheckOrigins
 
 USER = 10001
-COMMANDS = command_lines()
+COMMANDS = deploy.command_lines()
 SERVERS = {where: line for where, line in COMMANDS.items() if line[0] == "serve"}
-COMPOSE = documents("compose.yaml")[0]
+COMPOSE = deploy.documents("compose.yaml")[0]
 SERVICES = COMPOSE["services"]
 
 
 def sources() -> list[str]:
     """Return the paths of the repository that the Dockerfile copies or mounts."""
-    copied = [path for line in values("COPY") if "--from" not in line for path in line.split()[:-1]]
-    mounts = [m for line in values("RUN") for m in re.findall(r"--mount=(\S+)", line) if "from=" not in m]
+    copied = [path for line in deploy.values("COPY") if "--from" not in line for path in line.split()[:-1]]
+    mounts = [m for line in deploy.values("RUN") for m in re.findall(r"--mount=(\S+)", line) if "from=" not in m]
     return copied + [re.findall(r"source=([^,]+)", mount)[0] for mount in mounts]
 
 
@@ -58,29 +46,29 @@ def test_the_build_reads_files_that_are_there_and_are_not_ignored() -> None:
 def test_extras_of_the_image_exist() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11 on")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (default,) = [line.partition("=")[2] for line in values("ARG") if line.startswith("EXTRAS=")]
+    (default,) = [line.partition("=")[2] for line in deploy.values("ARG") if line.startswith("EXTRAS=")]
     assert set(default.split(",")) <= set(extras)
-    others = re.findall(r"EXTRAS=([\w,]+)", (DEPLOY / "kuberay.yaml").read_text() + PAGE)
+    others = re.findall(r"EXTRAS=([\w,]+)", (deploy.DEPLOY / "kuberay.yaml").read_text() + deploy.PAGE)
     assert others
     assert {name for line in others for name in line.split(",")} <= set(extras)
 
 
 def test_the_image_runs_as_a_user_and_signals_reach_the_server() -> None:
-    last = dict(instructions())  # the last of each name
+    last = dict(deploy.instructions())  # the last of each name
     assert last["USER"] == f"{USER}:{USER}"
-    assert f"--uid {USER} " in " ".join(values("RUN"))
+    assert f"--uid {USER} " in " ".join(deploy.values("RUN"))
     assert json.loads(last["ENTRYPOINT"]) == ["nanoinfer"]  # exec form: no shell between
-    assert last["EXPOSE"] == str(server_config(COMMANDS["Dockerfile"]).port) == "8000"
+    assert last["EXPOSE"] == str(deploy.server_config(COMMANDS["Dockerfile"]).port) == "8000"
 
 
 @pytest.mark.parametrize("where", COMMANDS)
 def test_command_line(where: str) -> None:
-    parse(COMMANDS[where])
+    deploy.parse(COMMANDS[where])
 
 
 def status(line: list[str], host: str) -> int:
     """Return the status of a request with this Host."""
-    config, found = server_config(line), []
+    config, found = deploy.server_config(line), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(200)
@@ -96,7 +84,7 @@ def status(line: list[str], host: str) -> int:
 
 @pytest.mark.parametrize("where", SERVERS)
 def test_a_server_in_a_container_is_reached_from_outside(where: str) -> None:
-    config = server_config(SERVERS[where])
+    config = deploy.server_config(SERVERS[where])
     assert (config.host, config.port) == ("0.0.0.0", 8000)
     for host in ("127.0.0.1:8000", "localhost:8000", "10.1.2.3:8000"):  # a published port, a probe of Kubernetes
         assert status(SERVERS[where], host) == 200
@@ -111,15 +99,16 @@ def seconds(text: str) -> float:
 
 def test_running_requests_have_time_to_end() -> None:
     assert (
-        seconds(SERVICES["server"]["stop_grace_period"]) >= server_config(SERVERS["compose.yaml"]).shutdown_timeout + 5
+        seconds(SERVICES["server"]["stop_grace_period"])
+        >= deploy.server_config(SERVERS["compose.yaml"]).shutdown_timeout + 5
     )
-    (pod,) = pods("kubernetes.yaml")
+    (pod,) = deploy.pods("kubernetes.yaml")
     stop = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert stop[0] == "sleep"
-    needed = float(stop[1]) + server_config(SERVERS["kubernetes.yaml"]).shutdown_timeout
+    needed = float(stop[1]) + deploy.server_config(SERVERS["kubernetes.yaml"]).shutdown_timeout
     assert pod["terminationGracePeriodSeconds"] >= needed + 5
-    timeout = server_config(SERVERS["Dockerfile"]).shutdown_timeout
-    assert all(int(given) >= timeout + 5 for given in re.findall(r"--stop-timeout (\d+)", PAGE))
+    timeout = deploy.server_config(SERVERS["Dockerfile"]).shutdown_timeout
+    assert all(int(given) >= timeout + 5 for given in re.findall(r"--stop-timeout (\d+)", deploy.PAGE))
 
 
 def test_ports_of_the_compose_file_are_on_loopback() -> None:
@@ -130,18 +119,18 @@ def test_ports_of_the_compose_file_are_on_loopback() -> None:
 
 
 def test_prometheus_and_grafana_find_what_they_read() -> None:
-    (job,) = compose_config("prometheus")["scrape_configs"]
+    (job,) = deploy.compose_config("prometheus")["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["server:8000"]}]
     assert job["authorization"] == {"credentials": "none"}  # without a key; the server then ignores it
     assert "metrics_path" not in job  # /metrics
     assert '"${NANOINFER_API_KEY:-none}"' in COMPOSE["configs"]["prometheus"]["content"]
     assert SERVICES["server"]["environment"] == {"NANOINFER_API_KEY": "${NANOINFER_API_KEY:-}"}
-    (source,) = compose_config("grafana-datasource")["datasources"]
+    (source,) = deploy.compose_config("grafana-datasource")["datasources"]
     assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
-    (provider,) = compose_config("grafana-dashboards")["providers"]
+    (provider,) = deploy.compose_config("grafana-dashboards")["providers"]
     (board,) = [v for v in SERVICES["grafana"]["volumes"] if ".json" in v]
     path, target, mode = board.split(":")
-    assert (DEPLOY / path).resolve() == ROOT / "docs" / "grafana.json"
+    assert (deploy.DEPLOY / path).resolve() == ROOT / "docs" / "grafana.json"
     assert target.rpartition("/")[0] == provider["options"]["path"]
     assert mode == "ro"
     assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == target
@@ -154,16 +143,16 @@ def test_metrics_that_are_named_exist() -> None:
     table = set(re.findall(r"^\| `(nanoinfer:\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
     board = re.findall(r"nanoinfer:\w+", (ROOT / "docs" / "grafana.json").read_text())
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in board} <= table
-    (scaler,) = of_kind("kubernetes.yaml", "HorizontalPodAutoscaler")
+    (scaler,) = deploy.of_kind("kubernetes.yaml", "HorizontalPodAutoscaler")
     (metric,) = [each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]]
-    (series,) = re.findall(r"seriesQuery: '(nanoinfer:\w+)\{", PAGE)
+    (series,) = re.findall(r"seriesQuery: '(nanoinfer:\w+)\{", deploy.PAGE)
     assert series in table
     assert metric == series.replace(":", "_")
-    assert f"as: {metric} " in PAGE
+    assert f"as: {metric} " in deploy.PAGE
 
 
 def test_objects_of_kubernetes_refer_to_each_other() -> None:
-    deployment, service, budget, scaler = documents("kubernetes.yaml")
+    deployment, service, budget, scaler = deploy.documents("kubernetes.yaml")
     spec = deployment["spec"]
     labels = spec["template"]["metadata"]["labels"]
     for selector in (
@@ -187,7 +176,7 @@ def test_objects_of_kubernetes_refer_to_each_other() -> None:
 
 @pytest.mark.parametrize("manifest", ["kubernetes.yaml", "kuberay.yaml"])
 def test_pods_have_few_permissions(manifest: str) -> None:
-    found = pods(manifest)
+    found = deploy.pods(manifest)
     assert len(found) == {"kubernetes.yaml": 1, "kuberay.yaml": 2}[manifest]
     for pod in found:
         context = pod["securityContext"]
@@ -208,11 +197,11 @@ def test_pods_have_few_permissions(manifest: str) -> None:
 
 
 def test_rays_version_and_names() -> None:
-    (cluster,) = of_kind("kuberay.yaml", "RayCluster")
+    (cluster,) = deploy.of_kind("kuberay.yaml", "RayCluster")
     pins = re.findall(r"^ray(?:\[.*\])?==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pins in ([], [cluster["spec"]["rayVersion"]])
-    for job in of_kind("kuberay.yaml", "RayJob"):
+    for job in deploy.of_kind("kuberay.yaml", "RayJob"):
         assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
-    (claim,) = of_kind("kuberay.yaml", "PersistentVolumeClaim")
-    (data,) = [v for v in pods("kuberay.yaml")[0]["volumes"] if v["name"] == "data"]
+    (claim,) = deploy.of_kind("kuberay.yaml", "PersistentVolumeClaim")
+    (data,) = [v for v in deploy.pods("kuberay.yaml")[0]["volumes"] if v["name"] == "data"]
     assert data["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

@@ -18,15 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
-from nanoinfer.entrypoints.async_engine import (
-    CLOSED,
-    CUMULATIVE,
-    DELTA,
-    FINAL_ONLY,
-    OUTPUT_KINDS,
-    AsyncEngine,
-    AsyncRequest,
-)
+from nanoinfer.entrypoints import async_engine
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream, MergedStreams, Observe
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
@@ -60,7 +52,7 @@ class _Threads:
 
     def __init__(self, llm: LLM) -> None:
         self.generation = processes.generation()
-        self.engine = AsyncEngine(llm.core)
+        self.engine = async_engine.AsyncEngine(llm.core)
         # A tokenizer must not run while the interpreter exits.
         self.preparing = Workers("nanoinfer-prepare", NUM_PREPARING, around=processes.computing)
         self.tokenizing = Workers("nanoinfer-tokenize", 1, around=processes.computing)  # long texts
@@ -186,8 +178,8 @@ class AsyncLLM:
             TypeError: an option is unknown.
         """
         if output_kind is None:
-            output_kind = getattr(sampling_params, "output_kind", CUMULATIVE)
-        chat_options, reader = ChatOptions(**options), AnswerReader(deltas=output_kind == DELTA)
+            output_kind = getattr(sampling_params, "output_kind", async_engine.CUMULATIVE)
+        chat_options, reader = ChatOptions(**options), AnswerReader(deltas=output_kind == async_engine.DELTA)
 
         def prompt() -> ChatPrompt:
             params = self.llm.requests.defaults if sampling_params is None else sampling_params
@@ -243,13 +235,13 @@ class AsyncLLM:
         reader: AnswerReader | None = None,
     ) -> AsyncOutputStream:
         if output_kind is None:
-            output_kind = getattr(params, "output_kind", CUMULATIVE)
-        require_choice("output_kind", output_kind, OUTPUT_KINDS)
+            output_kind = getattr(params, "output_kind", async_engine.CUMULATIVE)
+        require_choice("output_kind", output_kind, async_engine.OUTPUT_KINDS)
         if request_id is None:
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
-        request = AsyncRequest(request_id, output_kind)
+        request = async_engine.AsyncRequest(request_id, output_kind)
         return AsyncOutputStream(
             request, lambda: self._running().engine, making, reader, lambda: self._running().reading
         )
@@ -314,7 +306,7 @@ class AsyncLLM:
             yield self._workers(reading.num_chars)
             return reading.make()
 
-        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in readings]
+        streams = [self._stream(making(reading), None, async_engine.FINAL_ONLY) for reading in readings]
         merged = MergedStreams(streams, observe)
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -391,7 +383,7 @@ class AsyncLLM:
     def _running(self) -> _Threads:
         """Return the threads of this process. Raises NanoinferError after `close`."""
         if self._closed:
-            raise NanoinferError(CLOSED)
+            raise NanoinferError(async_engine.CLOSED)
         assert self._threads is not None
         if self._threads.generation != processes.generation():  # a forked child has none of the parent's threads
             self._threads.engine.cancel_all()

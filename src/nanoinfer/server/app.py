@@ -10,16 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
-from nanoinfer.protocols.fields import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-)
+from nanoinfer.protocols import fields
 from nanoinfer.server import page_routes, routes
 from nanoinfer.server.access import CheckOrigins, RequireKey
 from nanoinfer.server.access_log import AccessLog, LogRequests
@@ -30,16 +21,16 @@ from nanoinfer.server.service import Service
 from nanoinfer.utils.json_pieces import json_bytes
 
 ROUTES = (
-    RouteSpec("POST", COMPLETIONS, routes.generate),
-    RouteSpec("POST", CHAT, routes.generate),
-    RouteSpec("POST", RESPONSES, routes.generate),
-    RouteSpec("POST", MESSAGES, routes.generate),
-    RouteSpec("POST", COUNT_TOKENS, routes.count_tokens),
-    RouteSpec("POST", EMBEDDINGS, routes.embed),
+    RouteSpec("POST", fields.COMPLETIONS, routes.generate),
+    RouteSpec("POST", fields.CHAT, routes.generate),
+    RouteSpec("POST", fields.RESPONSES, routes.generate),
+    RouteSpec("POST", fields.MESSAGES, routes.generate),
+    RouteSpec("POST", fields.COUNT_TOKENS, routes.count_tokens),
+    RouteSpec("POST", fields.EMBEDDINGS, routes.embed),
     RouteSpec("GET", "/v1/models", routes.models),
     RouteSpec("GET", "/v1/models/{model:path}", routes.model),
-    RouteSpec("POST", TOKENIZE, routes.tokenize),
-    RouteSpec("POST", DETOKENIZE, routes.detokenize),
+    RouteSpec("POST", fields.TOKENIZE, routes.tokenize),
+    RouteSpec("POST", fields.DETOKENIZE, routes.detokenize),
     RouteSpec("GET", "/tokenizer_info", routes.tokenizer_info),
     RouteSpec("GET", "/info", routes.info),
     RouteSpec("GET", "/health", routes.health),

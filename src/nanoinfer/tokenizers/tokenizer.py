@@ -21,17 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError, escaped, reason, show
-from nanoinfer.tokenizers.limits import (
-    MAX_MERGE_WORK,
-    MAX_TOKENS,
-    MAX_VOCAB_SIZE,
-    MERGES_PER_TOKEN,
-    VALUES_PER_TOKEN,
-    check_growth,
-    check_size,
-    described,
-    longest_token,
-)
+from nanoinfer.tokenizers import limits
 from nanoinfer.tokenizers.text_streams import (
     BYTE_TOKEN,
     MISSING,
@@ -114,7 +104,7 @@ class GenericTokenizer:
     def __init__(self, core: tokenizers.Tokenizer, vocab: Mapping[str, int] | None = None) -> None:
         _bound_cache(core)
         self.core, vocab = core, vocab or core.get_vocab(with_added_tokens=True)
-        self._longest, self.vocab_size = longest_token(core, byte_alphabet(), vocab), _table_size(vocab)
+        self._longest, self.vocab_size = limits.longest_token(core, byte_alphabet(), vocab), _table_size(vocab)
         self.bos_token_id, self.suffix = around(core)
         added = core.get_added_tokens_decoder()
         self.special_tokens: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
@@ -229,8 +219,8 @@ def _table_size(vocab: Mapping[str, int]) -> int:
     """Return 1 + the largest token id of a vocabulary with added tokens; ids may have gaps."""
     if not vocab:
         raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one token")
-    if (size := 1 + max(vocab.values())) > MAX_VOCAB_SIZE:
-        raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {MAX_VOCAB_SIZE}")
+    if (size := 1 + max(vocab.values())) > limits.MAX_VOCAB_SIZE:
+        raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {limits.MAX_VOCAB_SIZE}")
     return size
 
 
@@ -278,8 +268,8 @@ def from_json(text: str, source: str) -> Tokenizer:
 
     with explained(f"{escaped(source)} is not a readable tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(text)  # the vocabulary is parsed once, by the library
-        spec = {name: described(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
-        check_growth(spec)
+        spec = {name: limits.described(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
+        limits.check_growth(spec)
         core.no_truncation()
         core.no_padding()
         return from_core(core)
@@ -290,7 +280,7 @@ def from_core(core: tokenizers.Tokenizer, vocab: Mapping[str, int] | None = None
 
     `vocab`: its tokens, with the added ones, if they are at hand: the library takes 0.3 s to return Gemma's.
     """
-    decoder = (described(core.decoder) or {}).get("type")
+    decoder = (limits.described(core.decoder) or {}).get("type")
     if decoder == "Fuse" and _table_size(core.get_vocab()) and (chars := _chars(core)) is not None:
         return CharTokenizer(chars)
     return (ByteLevelTokenizer if decoder == "ByteLevel" else GenericTokenizer)(core, vocab)
@@ -298,7 +288,7 @@ def from_core(core: tokenizers.Tokenizer, vocab: Mapping[str, int] | None = None
 
 def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
     """Return the characters of a vocabulary that `char_to_json` wrote; None for any other tokenizer."""
-    model = described(core.model)
+    model = limits.described(core.model)
     if model["type"] != "BPE" or model["merges"]:
         return None
     return in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
@@ -307,15 +297,17 @@ def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
 def read_table(path: Path, what: str, num_tokens: int) -> bytes:
     """Return the content of a tokenizer's file, after comparing its size with the model's."""
     raw = read_limited(path, MAX_TOKENIZER_BYTES, what)
-    marks, per_token = ((b",", b":"), VALUES_PER_TOKEN) if path.suffix == ".json" else ((b"\n",), MERGES_PER_TOKEN)
+    marks, per_token = (
+        ((b",", b":"), limits.VALUES_PER_TOKEN) if path.suffix == ".json" else ((b"\n",), limits.MERGES_PER_TOKEN)
+    )
     try:
-        check_size(raw, marks, per_token, num_tokens)
+        limits.check_size(raw, marks, per_token, num_tokens)
     except ValueError as e:
         raise NanoinferError(f"{escaped(path)} {e}") from None
     return raw
 
 
-def from_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
+def from_file(path: Path, num_tokens: int = limits.MAX_TOKENS) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json for a model of `num_tokens` tokens."""
     return from_json(decode_utf8(read_table(path, "a tokenizer", num_tokens), escaped(path)), str(path))
 
@@ -362,7 +354,7 @@ def ranked(
     """
     from tokenizers import models
 
-    if sum(len(token) ** 2 for token in tokens) > MAX_MERGE_WORK:
+    if sum(len(token) ** 2 for token in tokens) > limits.MAX_MERGE_WORK:
         raise ValueError("it has tokens that are too long to find their merges")
     ids = {token: i for i, token in enumerate(tokens)}
     if missing := [i for i in range(256) if bytes([i]) not in ids]:

@@ -26,14 +26,7 @@ from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.models.families.fields import Fields
-from nanoinfer.tokenizers.limits import (
-    MAX_MERGE_WORK,
-    MAX_TOKENS,
-    MAX_TOKENS_WITHOUT_ROW,
-    MERGES_PER_TOKEN,
-    check_growth,
-    described,
-)
+from nanoinfer.tokenizers import limits
 from nanoinfer.tokenizers.tokenizer import (
     ByteLevelTokenizer,
     CharTokenizer,
@@ -156,13 +149,13 @@ def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
         sizes[name] = len(value) if isinstance(value, (list, np.ndarray)) else 0
     for name in ("tokens", "scores", "token_type"):
         has = f"{PREFIX}{name} has {sizes[name]} values"
-        if sizes[name] > MAX_TOKENS:
-            raise NanoinferError(f"{has}; the limit is {MAX_TOKENS}")
-        if vocab_size is not None and sizes[name] > vocab_size + MAX_TOKENS_WITHOUT_ROW:
+        if sizes[name] > limits.MAX_TOKENS:
+            raise NanoinferError(f"{has}; the limit is {limits.MAX_TOKENS}")
+        if vocab_size is not None and sizes[name] > vocab_size + limits.MAX_TOKENS_WITHOUT_ROW:
             raise NanoinferError(f"{has}, but token_embd.weight has {vocab_size} rows: convert the model again")
-    if sizes["merges"] > (limit := MERGES_PER_TOKEN * (vocab_size or sizes["tokens"])):
+    if sizes["merges"] > (limit := limits.MERGES_PER_TOKEN * (vocab_size or sizes["tokens"])):
         many = f"{PREFIX}merges has {sizes['merges']} values"
-        raise NanoinferError(f"{many}, the limit for {limit // MERGES_PER_TOKEN} tokens is {limit}")
+        raise NanoinferError(f"{many}, the limit for {limit // limits.MERGES_PER_TOKEN} tokens is {limit}")
 
 
 def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
@@ -300,7 +293,7 @@ def _sentencepiece(vocabulary: _Vocabulary, kind: str) -> tokenizers.Tokenizer:
         before.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z| +(?= )"), ""))
     before += [normalizers.Prepend("▁")] if prefix else []
     core.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
-    check_growth({"normalizer": described(core.normalizer)})
+    limits.check_growth({"normalizer": limits.described(core.normalizer)})
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return core
@@ -346,14 +339,14 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     ids = np.flatnonzero(np.isin(vocabulary.kinds, (NORMAL, USER_DEFINED, UNUSED)))  # the others are no parts of text
     tokens = [vocabulary.tokens[i] for i in ids.tolist()]
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    if (lengths**2).sum() > MAX_MERGE_WORK:
+    if (lengths**2).sum() > limits.MAX_MERGE_WORK:
         raise NanoinferError(f"{PREFIX}tokens has tokens that are too long to find their merges")
     chars = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32)
     first = _beginnings(chars, lengths)[:-1]
     right = len(tokens) - 1 - _beginnings(chars[::-1], lengths[::-1])[::-1][1:]
     owner = np.repeat(np.arange(len(tokens)), lengths)
     at = np.flatnonzero((first >= 0) & (right < len(tokens)) & (owner[:-1] == owner[1:]))
-    if len(at) > (limit := MERGES_PER_TOKEN * count):
+    if len(at) > (limit := limits.MERGES_PER_TOKEN * count):
         raise NanoinferError(f"the tokens can be made by more than {limit} merges, the limit for {count} tokens")
     first, right, merged = first[at], right[at], ids[owner[at]]
     order = np.lexsort((merged, -lengths[right], -lengths[first], -scores.astype(np.float64)[merged]))
