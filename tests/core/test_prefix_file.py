@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.errors import refuses
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, make_folder, refuses
 from helpers.server_process import serving, wait_until
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.core import prefix_file
