@@ -58,7 +58,7 @@ def limits(num_bytes):
     return w.nbytes / best(lambda: w @ x), 2 * 1024**3 / best(lambda: a @ a)
 
 
-def main(generate, file, sampling=None, option=None, also=None):
+def main(generate, file, sampling=None, option=None, also=None, load=load, model="shakespeare", prompts=PROMPTS):
     """Run a rung as a program.
 
     Args:
@@ -67,9 +67,11 @@ def main(generate, file, sampling=None, option=None, also=None):
         sampling: parameters of `generate` with the names of nanoinfer's `SamplingParams`.
         option: (name, default, help) of one more parameter of `generate`.
         also: (model, prompts) -> None, raises if a property of this rung alone does not hold.
+        load, model: path -> (model, encode, decode), and the path that is the default.
+        prompts: texts of --check, the first of which is the default.
     """
     parser = argparse.ArgumentParser(description=importlib.import_module(Path(file).stem).__doc__.splitlines()[0])
-    parser.add_argument("--model", default="shakespeare", help="built-in model, GPT-2 folder, or nanoGPT's ckpt.pt")
+    parser.add_argument("--model", default=str(model), help="built-in model, GPT-2 folder, or nanoGPT's ckpt.pt")
     parser.add_argument("--prompt", action="append", help="text to continue; several: a batch")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--check", action="store_true", help="compare tokens with the rung before and with the engine")
@@ -82,8 +84,8 @@ def main(generate, file, sampling=None, option=None, also=None):
     except (OSError, KeyError, ValueError) as e:
         parser.error(f"--model {args.model} cannot be read: {e}")
     if args.check:
-        return check(generate, file, args.model, model, encode, sampling, also)
-    prompts = [encode(prompt) for prompt in args.prompt or ["O Romeo,"]]
+        return check(generate, file, args.model, model, [encode(prompt) for prompt in prompts], sampling, also)
+    prompts = [encode(prompt) for prompt in args.prompt or prompts[:1]]
     num_tokens, crops = max(map(len, prompts)) + args.max_new_tokens, int(Path(file).stem[:2]) <= 3
     if min(map(len, prompts)) == 0 or args.max_new_tokens < 1 or (num_tokens > model.block_size and not crops):
         parser.error(f"a prompt and its new tokens are at least 1 each and at most {model.block_size} together")
@@ -103,24 +105,19 @@ def main(generate, file, sampling=None, option=None, also=None):
     print(f"reached: {predicted / seconds:.0%} of the limit")
 
 
-def check(generate, file, name, model, encode, sampling, also):
+def check(generate, file, name, model, prompts, sampling, also):
     """Compare a rung with nanoinfer's own recomputation and, greedy, with the rung before; raise if a token differs."""
     from nanoinfer import LLM, SamplingParams
 
     number = int(Path(file).stem[:2])
-    cases = [([encode(prompt) for prompt in PROMPTS], 32)]
+    cases = [(prompts, 32)]
     if number <= 3:  # past the context
-        cases.append(([(encode(PROMPTS[1]) * 100)[: model.block_size - 4]], 10))
-    before = [path.stem for path in Path(file).parent.glob(f"{number - 1:02}_*.py")]
+        cases.append(([(prompts[1] * 100)[: model.block_size - 4]], 10))
+    before = [path.stem for path in Path(file).parent.glob(f"{number - 1:02}_*.py") if number <= 10]
     llm = LLM(name, engine="recompute", device="cpu", dtype="float32")
     for prompts, num_tokens in cases:
-        common = {
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "overflow": "slide",
-            "slide_stride": 1,
-        }
+        slide = {"overflow": "slide", "slide_stride": 1}
+        common = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **slide}
         for setting in [{}, sampling] if sampling else [{}]:
             outputs = llm.generate(prompts, SamplingParams(**{**common, **setting}))
             expected = [[*output.outputs[0].token_ids] for output in outputs]

@@ -1,4 +1,4 @@
-"""GPT-2 in the names of nanoGPT, and what the ten files share: loading a model, measuring this machine, `main`.
+"""GPT-2 in the names of nanoGPT, and what all files share: loading a model, measuring this machine, `main`.
 
 The model does not attend by itself: it calls `attend(layer, q, k, v)`. Where keys and values are kept is what the files
 differ in.
@@ -72,24 +72,14 @@ def load(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         args, state = {**checkpoint["model_args"], "gelu": "none"}, checkpoint["model"]
         meta = pickle.loads((path.parent / "meta.pkl").read_bytes())  # executes code: your own files only
-
-        def encode(text):
-            return [meta["stoi"][c] for c in text]
-
-        def decode(ids):
-            return "".join(meta["itos"][i] for i in ids)
+        encode = lambda text: [meta["stoi"][c] for c in text]  # noqa: E731
+        decode = lambda ids: "".join(meta["itos"][i] for i in ids)  # noqa: E731
     else:
-        from tokenizers import Tokenizer
-
         config = json.loads((path / "config.json").read_text())
         args, state = {**config, "block_size": config["n_positions"]}, safetensors(path / "model.safetensors")
         for name in (n for n in state if n.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))):
             state[name] = state[name].t()  # OpenAI's checkpoints store these as (in, out)
-        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        decode = tokenizer.decode
-
-        def encode(text):
-            return tokenizer.encode(text).ids
+        encode, decode = tokenizer(path)
 
     names = {"transformer." + n.removeprefix("_orig_mod.").removeprefix("transformer."): n for n in state}
     model = GPT(**args)
@@ -97,6 +87,14 @@ def load(path):
     weights = model.transformer.state_dict(prefix="transformer.")
     model.load_state_dict({n: state[names[n]] for n in weights}, strict=False)  # the head is wte
     return model.eval(), encode, decode
+
+
+def tokenizer(folder):
+    """Return (encode, decode) of a folder."""
+    from tokenizers import Tokenizer
+
+    it = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: it.encode(text).ids, it.decode
 
 
 def safetensors(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import runpy
 import subprocess
@@ -25,16 +26,16 @@ def rung(number: int) -> ModuleType:
     return importlib.import_module(RUNGS[number - 1])
 
 
-def test_ten_files_that_can_be_read_in_an_afternoon() -> None:
+def test_eleven_files_that_can_be_read_in_an_afternoon() -> None:
     sizes = {path.name: len(path.read_text().splitlines()) for path in LADDER.glob("*.py") if path != Path(__file__)}
-    assert len(RUNGS) == 10
+    assert len(RUNGS) == 11
     assert sizes["model.py"] <= 120
     assert max(sizes.values()) <= 150
-    assert sum(sizes.values()) <= 1200
+    assert sum(sizes.values()) <= 1270
 
 
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.slow_if(lambda name: name not in ("04_batch", "05_pages", "09_scheduler"))
+@pytest.mark.slow_if(lambda name: name not in ("04_batch", "05_pages", "09_scheduler", "11_recurrent_state"))
 def test_a_rung_has_the_tokens_of_the_rung_before_and_of_the_engine(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +69,21 @@ def test_preempted_requests_have_the_tokens_of_the_loop(blocks: int, capsys: pyt
     expected = rung(1).generate(model, prompts, 24, [])
     assert rung(9).generate(model, prompts, 24, [], blocks) == expected
     assert int(capsys.readouterr().out.split()[2]) > 0  # were preempted
+
+
+def test_a_text_cut_anywhere_has_the_logits_of_a_new_one() -> None:
+    state, load = rung(11), importlib.import_module("model").tokenizer
+    model, (encode, _) = state.Toy(LADDER / "toy"), load(LADDER / "toy")
+    tokens, other, text = encode(state.PROMPTS[0]), encode("?A"), state.Text(model)
+    with torch.inference_mode():
+        for start in range(0, len(tokens), 16):
+            text.extend(tokens[start : start + 16], [])
+        for length in range(len(tokens), -1, -5):
+            cut, new, steps = copy.copy(text), state.Text(model), []
+            cut.truncate(length)
+            found, expected = cut.extend(other, steps), new.extend(tokens[:length] + other, [])[-2:]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert steps[0][1] == 2 + (0 if length >= 32 else length % 16)  # the last step began at 32
 
 
 def test_a_checkpoint_of_nanogpt(tmp_path: Path) -> None:
