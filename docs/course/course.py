@@ -1,6 +1,6 @@
 """Make what the lessons have from the ladder: figures, pictures, tables, notebooks.
 
-    python docs/course/course.py measure            # figures.json: the speed of each rung on this machine (10 minutes)
+    python docs/course/course.py measure [11]       # figures.json: the speed of each rung on this machine (10 minutes)
     python docs/course/course.py pictures [01 02]   # pictures/NN.png, by draw.py
     python docs/course/course.py pages [--check]    # status line and figures of each lesson, list of lessons
     python docs/course/course.py notebooks FOLDER   # FOLDER/NN-name.ipynb
@@ -34,9 +34,16 @@ FOUR = '--prompt "O Romeo," --prompt "To be" --prompt "My lord" --prompt "First 
 OPTIONS = {
     "01": ["--max-new-tokens 400"], "02": ["--max-new-tokens 400"], "03": ["--max-new-tokens 400"],
     "04": [FOUR], "05": [FOUR], "07": ["--bits 4"], "09": [FOUR], "10": ["--by eager"],
-    "08": ["--draft shakespeare", '--prompt "To be, or not to be, that is" --max-new-tokens 24'],
+    "08": ["--draft shakespeare", '--prompt "To be, or not to be, that is" --max-new-tokens 24'], "11": ["--k 0"],
 }  # fmt: skip
-BEFORE = {"07": "04", "08": "04", "09": "04", "10": "04"}  # whose speed a lesson compares with, if not the rung before
+BEFORE = {
+    "01": "",
+    "07": "04",
+    "08": "04",
+    "09": "04",
+    "10": "04",
+    "11": "",
+}  # whose speed a lesson compares with, if not the rung before
 PRINTED = r"s: (\S+) tokens/s\nlimit: (\S+) tokens/s at (\S+) GB/s and (\S+) GFLOP/s\nreached: (\S+)%"
 FENCE = re.compile(r"^```(\S+)[ ]?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)  # language, argument, body
 
@@ -58,19 +65,29 @@ def commands(number: str) -> list[str]:
     return [plain, *(f"{plain} {option}" for option in OPTIONS.get(number, []))]
 
 
-def measure() -> None:
-    """Run all commands in rounds, one after the other, and write the medians and all rates of tokens."""
+def shown(number: str) -> list[str]:
+    """Return the commands of a lesson's table: of the rung it compares with, and its own, by options."""
+    before = BEFORE.get(number, f"{int(number) - 1:02}")
+    others = commands(before) if before else []
+    own = commands(number)
+    rest = [c for c in others[1:] if c.partition(".py")[2] in {o.partition(".py")[2] for o in own}]
+    return [*others[:1], own[0], *rest, *own[1:]]
+
+
+def measure(numbers: list[str]) -> None:
+    """Run the commands of some lessons, or of all, in rounds; write the medians and all rates of tokens."""
     from nanoinfer.bench.machine import commit, describe_machine, describe_versions
 
-    rounds: dict[str, list[list[float]]] = {c: [] for number in range(1, 11) for c in commands(f"{number:02}")}
+    every = numbers or [page.name[:2] for page in lessons()]
+    rounds: dict[str, list[list[float]]] = {c: [] for number in every for c in shown(number)}
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for _ in range(ROUNDS):
         for command in rounds:
             print(command, flush=True)
             done = subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-            numbers = re.search(PRINTED, done.stdout)
-            assert numbers is not None, done.stdout
-            rounds[command].append([float(number.replace(",", "")) for number in numbers.groups()])
+            numbers_of = re.search(PRINTED, done.stdout)
+            assert numbers_of is not None, done.stdout
+            rounds[command].append([float(number.replace(",", "")) for number in numbers_of.groups()])
     names = ("tokens_per_sec", "limit_tokens_per_sec", "bandwidth_gb_per_sec", "gflop_per_sec", "share_percent")
     machine, versions = describe_machine(), describe_versions()
     figures = {
@@ -83,22 +100,27 @@ def measure() -> None:
             for command, rows in rounds.items()
         },
     }  # fmt: skip
+    if numbers:
+        old = json.loads(FIGURES.read_text())
+        figures = old | {"alone": old.get("alone", {}) | dict.fromkeys(numbers, figures)}
     FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def figures_of(number: str) -> dict[str, Any]:
+    """Return the figures of a lesson: those of all, or of a measurement of this one alone."""
+    figures: dict[str, Any] = json.loads(FIGURES.read_text())
+    return figures.get("alone", {}).get(number, figures)  # type: ignore[no-any-return]
+
+
 def table(number: str, figures: dict[str, Any]) -> str:
-    """Return the table of a lesson: the rung it compares with, and its own, by options."""
-    before = BEFORE.get(number, f"{int(number) - 1:02}")
-    others = commands(before) if number != "01" else []
-    own = commands(number)
-    rest = [c for c in others[1:] if c.partition(".py")[2] in {o.partition(".py")[2] for o in own}]
+    """Return the table of a lesson."""
     lines = ["| command | tokens/s | slowest to fastest round | limit | share of it |", "|---|--:|--:|--:|--:|"]
-    for command in [*others[:1], own[0], *rest, *own[1:]]:
+    for command in shown(number):
         run = figures["runs"][command]
         rates = run["rounds_tokens_per_sec"]
         speed = f"{run['tokens_per_sec']:,.0f} | {min(rates):,.0f} to {max(rates):,.0f}"
         lines.append(f"| `{command}` | {speed} | {run['limit_tokens_per_sec']:,.0f} | {run['share_percent']:.0f}% |")
-    speeds = [figures["runs"][own[0]][name] for name in ("bandwidth_gb_per_sec", "gflop_per_sec")]
+    speeds = [figures["runs"][commands(number)[0]][name] for name in ("bandwidth_gb_per_sec", "gflop_per_sec")]
     note = (
         f"Medians of {figures['rounds']} rounds, PyTorch {figures['versions']['torch']}; the limits are those of about"
     )
@@ -113,7 +135,7 @@ def machine_name(figures: dict[str, Any]) -> str:
 
 def rewritten(page: Path) -> str:
     """Return the text of a lesson with its status line and its figures as they are now."""
-    number, text, figures = page.name[:2], page.read_text(), json.loads(FIGURES.read_text())
+    number, text, figures = page.name[:2], page.read_text(), figures_of(page.name[:2])
     num_tests = len(re.findall(r"^def test_", (COURSE / "exercises" / f"test_{number}.py").read_text(), re.MULTILINE))
     num_lines = len(rung(number).read_text().splitlines())
     code = f"`{rung(number).relative_to(ROOT)}` has {num_lines} lines, and its exercises {num_tests} tests."
@@ -197,7 +219,7 @@ def main() -> int:
     """Run as a program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=["measure", "pictures", "pages", "notebooks"])
-    parser.add_argument("names", nargs="*", help="lessons of pictures; folder of notebooks")
+    parser.add_argument("names", nargs="*", help="lessons to measure or draw; folder of notebooks")
     parser.add_argument("--check", action="store_true", help="write no page: exit code 1 if one is out of date")
     args = parser.parse_args()
     if args.what == "pages":
@@ -207,7 +229,7 @@ def main() -> int:
                 page.write_text(text)
         return int(args.check and bool(pages))
     if args.what == "measure":
-        measure()
+        measure(args.names)
     elif args.what == "pictures":
         importlib.import_module("draw").pictures(args.names)
     else:

@@ -445,6 +445,50 @@ def picture_10() -> None:
     save("10", 180 + width, y + 44, parts)
 
 
+def picture_11() -> None:
+    """Draw the tokens of four texts: in a state that another text left, computed again, computed, proposed."""
+    rung: Any = import_module("11_recurrent_state")
+    toy = Path(rung.__file__).parent / "toy"
+    model, (encode, decode) = rung.Toy(toy), import_module("model").tokenizer(toy)
+    calls: dict[Any, list[tuple[int, int, list[int], list[int]]]] = {}  # first new token, number again, new, chosen
+    prompts, plain = [encode(prompt) for prompt in rung.PROMPTS], rung.Text
+
+    class Recorded(plain):  # type: ignore[misc]
+        def extend(self, new: list[int], steps: Any) -> torch.Tensor:
+            start, logits = len(self.tokens), super().extend(new, steps)
+            calls.setdefault(self, []).append((start, steps[-1][1] - len(new), new, logits.argmax(-1).tolist()))
+            return logits  # type: ignore[no-any-return]
+
+    rung.Text = Recorded
+    outputs = rung.generate(model, prompts, 20, [])
+    rung.Text = plain
+    parts = key(
+        (GREY, "in a state of an earlier text"), (ORANGE, "computed again"), (BLUE, "computed"),
+        (GREEN, "accepted proposal"), (RED, "rejected"), ("#202124", "kept state"),
+    )  # fmt: skip
+    left, size, longest = 70, 16, max(map(len, prompts)) + 20
+    for i, (prompt, output, (of, steps)) in enumerate(zip(prompts, outputs, calls.items(), strict=True)):
+        y, tokens, fills = 60 + 84 * i, prompt + output, [GREY] * len(prompt) + [BLUE] * 20
+        parts.append(text(10, y + 22, f"text {i + 1}"))
+        below = end = 0
+        for start, again, new, chosen in steps:
+            if start < len(prompt):
+                fills[start - again : start + len(new)] = [ORANGE] * again + [BLUE] * len(new)
+                continue
+            n = rung.num_equal(new[1:], chosen)
+            fills[start + 1 : start + 1 + n] = [GREEN] * n
+            below = 36 if start + n >= end else 94 - below  # on the other line if the last ones reach this far
+            for j in range(start + 1 + n, start + len(new)):
+                parts.append(rect(left + size * j, y + below, size - 1, 21, RED))
+                parts.append(text(left + size * j + 7, y + below + 16, label(decode([new[j - start]])), 14, "middle"))
+            end = start + len(new) if len(new) > 1 else end
+        for j, token in enumerate(tokens):
+            parts.append(rect(left + size * j, y, size - 1, 32, fills[j]))
+            parts.append(text(left + size * j + 7, y + 21, label(decode([token])), 14, "middle"))
+        parts += [rect(left + size * n - 2, y - 6, 3, 44, "#202124") for n in of.kept if 0 < n <= len(prompt)]
+    save("11", left + size * longest + 10, 60 + 84 * len(prompts), parts)
+
+
 def pictures(names: list[str]) -> None:
     """Draw the pictures of some lessons, or of all."""
     for name in names or sorted(n.removeprefix("picture_") for n in globals() if n.startswith("picture_")):
