@@ -30,6 +30,7 @@ from nanoinfer.kv.states import MAX_PENDING, ZEROS, StatePool
 from nanoinfer.models import recurrent
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.transformer import Transformer
+from nanoinfer.outputs import CompletionOutput
 from nanoinfer.recurrence import Recurrence
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -71,6 +72,11 @@ def model(rule: str) -> Transformer:
             ones = float(p.dim() == 1 and name.endswith(("scale", "weight")))
             p.copy_(torch.randn(p.shape, generator=generator) * (0.15 if p.dim() > 1 else 0.3) + ones)
     return gpt
+
+
+def new_core(name: str, gpt: Transformer, max_num_seqs: int) -> Core:
+    engine = make_engine(name, gpt, max_num_seqs)
+    return Core(engine, Scheduler(engine, SchedulerConfig(target_step_ms=None)), sample, None, 61)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -231,16 +237,18 @@ def test_a_packed_folder_gives_the_same_tokens(case: str, folder_of: Callable[[s
     assert tokens[0].token_ids == expected[0].token_ids
 
 
-def test_a_conversation_shares_the_states_of_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt is the one before it, an answer and a message; in the middle, a message is edited."""
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["static", "paged", "native"])
+def test_a_conversation_shares_the_states_of_its_messages(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is the one before it, an answer and a message; in three of ten turns, an earlier message is edited."""
     monkeypatch.setattr(sequences, "MIN_SPLIT", 12)
     monkeypatch.setattr(sequences, "MIN_KEPT", 4)
-    gpt, rng = model("delta"), random.Random(1)
-    engine = make_engine("paged", gpt, 2)
-    core = Core(engine, Scheduler(engine, SchedulerConfig(target_step_ms=None)), sample, None, 61)
-    turn, shared = list[int](), []
-    for number in range(6):
-        turn = turn[:40] if number == 4 else turn
+    gpt, rng, edits = model(rule), random.Random(1), {4: 40, 7: 25, 9: 50}
+    core, turn, shared = new_core(name, gpt, 2), list[int](), []
+    for number in range(10):
+        turn = turn[: edits.get(number)]
         turn = [*turn, *(rng.randrange(4, 61) for _ in range(12)), 3, 9]  # 3 ends a message, 9 begins the answer
         request = submit(core, None, turn, replace(GREEDY, max_tokens=3), seed=0, end_token_ids=())
         while core.unfinished:
@@ -249,7 +257,41 @@ def test_a_conversation_shares_the_states_of_its_messages(monkeypatch: pytest.Mo
         assert output.token_ids == naive_greedy(gpt, turn, 3)
         shared.append(request.num_cached_tokens)
         turn = [*turn, *output.token_ids]
-    assert shared == [0, 16, 33, 50, 30, 56]
+    assert shared == [0, 16, 33, 50, 30, 56, 73, 13, 41, 38]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["dynamic", "static", "paged", "native"])
+def test_a_state_that_is_not_finite_ends_its_request_alone(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of the request shares a kept state, and its rows are used again: both are as before."""
+    monkeypatch.setattr(sequences, "MIN_SPLIT", 12)
+    monkeypatch.setattr(sequences, "MIN_KEPT", 4)
+    gpt = Transformer(replace(model(rule).config, tie_word_embeddings=False)).eval()
+    gpt.load_state_dict(model(rule).state_dict())
+    gpt.transformer["wte"].weight.data[60] = torch.nan
+    core, shared, params = new_core(name, gpt, 4), COMMON[:20], replace(GREEDY, max_tokens=6, logprobs=1)
+
+    def outputs(*prompts: list[int]) -> list[CompletionOutput]:
+        requests = [submit(core, None, p, params, seed=0, end_token_ids=()) for p in prompts]
+        while core.unfinished:
+            core.step()
+        return [core.output(r).outputs[0] for r in requests]
+
+    others = [[*shared, 7, 8], COMMON[30:37], COMMON[3:]]
+    expected = outputs(*others)
+    for bad in ([*shared, 60], [60], [*COMMON[:30], 60, 5, 6]):
+        core.reset_prefix_cache()
+        first, failed, *rest = outputs(others[0], bad, *others[1:])
+        assert (failed.token_ids, failed.finish_reason) == ([], "error")
+        assert "largest logit is nan" in (failed.error or "")
+        found = [first, *rest]
+        assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+        assert found == expected or name != "native"  # the same bits
+        assert [o.token_ids for o in outputs([*shared, 7, 8], [*shared, 9])] == [
+            naive_greedy(gpt, p, 6) for p in ([*shared, 7, 8], [*shared, 9])
+        ]
 
 
 def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> None:

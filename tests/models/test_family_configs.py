@@ -285,6 +285,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("minicpm", {"sparse_config": {}}, "sparse_config={} is not supported: only None is"),
     ("gemma3n", {}, "model_type='gemma3n' is not supported: its residual streams (AltUp, LAuReL) and sparse"),
     ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False is not supported: only True is"),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "mamba"] * 2},
+        "layer_types=['full_attention', 'mamba', 'full_attention', 'mamba'] has",
+    ),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "layer_types=['linear_attention'] is not a list of 4"),
+    ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval=0 is not an integer in [1,"),
+    ("qwen3_5_text", {"linear_num_key_heads": 5}, "32 heads of a state are no multiple of 5 of keys"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "taps of a convolution=1 is not an integer in [2, 64]"),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "linear_attention"] * 2},
+        "layer_types=['conv', 'linear_attention', 'conv', 'linear_attention'] has",
+    ),
+    ("lfm2", {"full_attn_idxs": 2}, "full_attn_idxs=2 is not a list of layers"),
+    ("lfm2", {"conv_bias": True}, "conv_bias=True is not supported: only False is"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types=['sparse', 'dense', 'sparse'"),
 ]
 
