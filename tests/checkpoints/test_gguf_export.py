@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ transformers = pytest.importorskip("transformers")
 
 from helpers.families import CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
+from nanoinfer.checkpoints import packed  # noqa: E402
 from nanoinfer.checkpoints.gguf import export as gguf_export  # noqa: E402
 from nanoinfer.checkpoints.gguf.file import read_gguf  # noqa: E402
 from nanoinfer.checkpoints.load import LoadedModel, load_model  # noqa: E402
 from nanoinfer.checkpoints.weights import Weights  # noqa: E402
-from nanoinfer.config import ModelConfig  # noqa: E402
+from nanoinfer.config import LayerKind, ModelConfig, Rotary  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
 from nanoinfer.utils.arrays import HostTensor  # noqa: E402
 
@@ -192,10 +194,42 @@ def test_values_are_those_of_the_format(format: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor.read().float32(), values, err_msg=name)
 
 
+LLAMA = replace(
+    WIDE, family="llama", bias=False, activation="silu", norm="rms", gated_mlp=True, learned_positions=False,
+    num_kv_heads=2, layers=(LayerKind(rotary=Rotary(64)),) * 8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [WIDE, replace(LLAMA, tie_word_embeddings=True), replace(LLAMA, n_inner=96)])
+def test_a_file_in_q4_k_m_is_packed_to_the_bytes_of_int4(config: ModelConfig, tmp_path: Path) -> None:
+    """Queries, keys and values in one tensor and in three of two formats; a head of its own; rows of 96: Q5_0."""
+    weights = make_weights(config)
+    found = export(weights, tmp_path / "a.gguf", "Q4_K_M").weights
+    packed.write_folder(found, tmp_path / "found", "float32", None, 2)
+    packed.write_folder(weights, tmp_path / "expected", "int4", None, 2)
+    assert set(formats_of(tmp_path / "a.gguf").values()) >= {"Q4_K", "Q6_K", "float32"}
+    ours = {name: panels for name, panels, _ in packed.open_folder(tmp_path / "found").matrices()}
+    for name, panels, _ in packed.open_folder(tmp_path / "expected").matrices():
+        np.testing.assert_array_equal(ours.pop(name), panels, err_msg=name)
+    assert ours == {}
+
+
+def test_formats_of_the_extension_are_refused_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanoinfer._native", None)
+    monkeypatch.delattr("nanoinfer._native", raising=False)
+    missing = "engine native, but nanoinfer was built without it: install a C++ compiler and reinstall nanoinfer"
+    for format in ("Q8_0", "Q4_K_M"):
+        refuses(
+            lambda f=format: gguf_export.check_target(tmp_path / "a.gguf", f),
+            f"format={format} needs {missing}, or choose F16",
+        )
+    gguf_export.check_target(tmp_path / "a.gguf", "F16")
+
+
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["F16", "Q8_0"])
+@pytest.mark.parametrize("format", ["F16", "Q4_K_M"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 65520.0])
 def test_values_that_the_format_has_not_are_refused(value: float, format: str, tmp_path: Path) -> None:
     tensors = dict(make_weights().read())
@@ -268,7 +302,7 @@ def num_equal(peer: ModuleType, path: Path, prompt: list[int], rounding: float, 
     return length
 
 
-@pytest.mark.parametrize("format", ["F32", "Q8_0"])
+@pytest.mark.parametrize("format", ["F32", "Q8_0", "Q4_K_M"])
 def test_llama_cpp_continues_a_text_as_the_model_does(format: str, peer: ModuleType, tmp_path: Path) -> None:
     model = export(load_model("shakespeare"), tmp_path / "a.gguf", format)
     assert model.tokenizer is not None

@@ -34,7 +34,7 @@ def test_a_built_in_model_gives_the_same_text(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--format", "Q4_K_M"], ["format='Q4_K_M'", "F32, F16, BF16, Q8_0"]),
+        (["--format", "Q4_0"], ["format='Q4_0'", "F32, F16, BF16, Q8_0, Q4_K_M"]),
         (["--format", "q8_0"], ["format='q8_0'"]),
         (["--tokenizer", "./nowhere"], ["nowhere"]),
         (["--dtype", "float16"], ["--dtype"]),

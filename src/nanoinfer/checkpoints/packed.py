@@ -113,7 +113,7 @@ def pieces(config: ModelConfig, format: str, block_formats: Mapping[str, BlockFo
     Raises:
         NanoinferError: the native extension is missing, or a matrix is too large for it.
     """
-    packed_size = _extension().packed_size
+    packed_size = extension().packed_size
     panels, rest = {}, {}
     for name, shape in shapes(replace(config, bias=True)).items():
         if not has_format(name, shape):
@@ -139,15 +139,16 @@ def _scales_of(name: str) -> str:
     return f"{name.removesuffix('.weight')}.scales"
 
 
-def _extension() -> Any:
+def extension(needs: str = "packed weights need", remedy: str = "give the original model") -> Any:
+    """Return the compiled module. Raises NanoinferError if nanoinfer was built without it, or for other machines."""
     if sys.byteorder != BYTE_ORDER:
-        raise NanoinferError(f"packed weights are {BYTE_ORDER}-endian, but this machine is {sys.byteorder}-endian")
+        raise NanoinferError(f"{needs} a {BYTE_ORDER}-endian machine, and this one is {sys.byteorder}-endian")
     try:
         from nanoinfer import _native
     except ImportError:
         raise NanoinferError(
-            "packed weights need engine native, but nanoinfer was built without it: install a C++ compiler and"
-            " reinstall nanoinfer, or give the original model"
+            f"{needs} engine native, but nanoinfer was built without it: install a C++ compiler and reinstall"
+            f" nanoinfer, or {remedy}"
         ) from None
     return _native
 
@@ -346,7 +347,7 @@ def _write_pieces(
     file: BinaryIO, weights: Weights, layout: dict[str, Piece], format: str, threads: int,
     progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    native = _extension()
+    native = extension()
     header, starts = _header(layout, format, weights)
     total = sum(piece.num_bytes for piece in layout.values())
     file.write(header)

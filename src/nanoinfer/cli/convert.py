@@ -92,7 +92,7 @@ def pack(*, model: str, output: Path, tokenizer: str | None, merge: Path | None,
 @command("export")
 @argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed.")
 @argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=click.Path(path_type=Path))
-@option("format", "Format of the weights: F32, F16, BF16 or Q8_0; llama-quantize makes others of F16.", "NAME")
+@option("format", "Format of the weights: F32, F16, BF16, Q8_0 or Q4_K_M; llama-quantize makes others of F16.", "NAME")
 @option("force", "Replace the file if it exists.")
 @config_flag("tokenizer")
 @option("merge", "Adapter (LoRA) to add to the weights: a folder of peft, or a GGUF file.", "PATH")
@@ -112,7 +112,7 @@ def export(
     Examples:
         nanoinfer export shakespeare shakespeare.gguf
         nanoinfer export out/notes notes.gguf --format Q8_0
-        nanoinfer export path/to/folder model.gguf
+        nanoinfer export path/to/folder model.gguf --format Q4_K_M
     """
     from nanoinfer.checkpoints.gguf import export as gguf_export
     from nanoinfer.checkpoints.load import load_model
@@ -126,7 +126,7 @@ def export(
         metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
     except NanoinferError as e:
         raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
-    if format == "Q8_0":
+    if format in gguf_export.QUANTIZED:
         _warn_if_quantized(loaded, format)
     is_quantized = bool(loaded.weights.method or loaded.weights.block_formats)
     file_bytes = loaded.weights.file_bytes

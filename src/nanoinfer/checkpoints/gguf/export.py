@@ -1,7 +1,8 @@
 """Write a model as a GGUF file: the inverse of model.py, whose tables give names of tensors, orders of rows and norms.
 
 The header is written first, and model.py reads it back: a model that a GGUF file cannot describe is an error before any
-tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
+tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows. The quantizer is that of
+`pack`: a folder packed from a file in Q4_K_M has the bytes of one packed in int4 from the model.
 
 llama.cpp's quantizer makes other formats of the files.
 """
@@ -13,23 +14,27 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES, FREQUENCIES, describe, rotary_divisors
 from nanoinfer.checkpoints.gguf.file import MAGIC, Value
-from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS, quantize_q8_0
+from nanoinfer.checkpoints.gguf.formats import BY_NAME, FORMATS
 from nanoinfer.checkpoints.gguf.tokenizer import TOOL_TEMPLATE, write_no_tokenizer, write_tokenizer
-from nanoinfer.checkpoints.weights import Weights
+from nanoinfer.checkpoints.weights import Weights, int4_formats
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
-from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils import environment
+from nanoinfer.utils.arrays import BlockFormats, HostTensor
 from nanoinfer.utils.checks import require_choice
 from nanoinfer.utils.files import replacing
 
@@ -38,8 +43,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_K_M": 15}
 """Formats of whole files -> general.file_type, by which llama.cpp names them."""
+QUANTIZED = ("Q8_0", "Q4_K_M")
+"""Those that the extension makes. Q4_K_M is a mix of Q4_K, Q6_K, Q5_0 and Q8_0 (weights.int4_formats)."""
 WRITTEN = (
     "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "smollm3", "phi",
     "granite", "stablelm", "cohere", "cohere2", "exaone4", "ernie4_5", "seed_oss", "arcee", "starcoder2", "ministral3",
@@ -58,11 +65,17 @@ def check_target(path: Path, format: str, force: bool = False) -> None:
     """Check what can be checked before a model is loaded.
 
     Raises:
-        NanoinferError: the format is unknown, or the file exists and `force` is false.
+        NanoinferError: the format is unknown or needs the extension, or the file exists and `force` is false.
     """
     require_choice("format", format, tuple(FILE_TYPES))
+    if format in QUANTIZED:
+        _extension(format)
     if path.exists() and not force:
         raise NanoinferError(f"{escaped(path)} exists: choose another name, or replace it with --force")
+
+
+def _extension(format: str) -> Any:
+    return packed.extension(f"format={format} needs", "choose F16")
 
 
 def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str, Value]:
@@ -102,14 +115,17 @@ def write_file(
     layout, config = ARCHITECTURES[arch], _completed(weights.config, arch)
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
+    formats: dict[str, str] = {}
+    mix = int4_formats(config) if format == "Q4_K_M" else {}
     for ours, shape in shapes(config).items():
         recipe = family.recipe(config, ours, shape[0])
         rest = shape[1:] if recipe.folded == 1 else (math.prod(shape[1:]) * recipe.folded,)
         tensors |= {part: (rows, *rest) for part, rows in recipe.parts}
+        wanted = _of_rows(mix.get(ours, ()), recipe.parts) if format == "Q4_K_M" else dict.fromkeys(tensors, format)
+        formats |= {part: format_of(part, tensors[part], wanted[part]) for part, _ in recipe.parts}
     divisors = rotary_divisors(config)
     if divisors is not None:
-        tensors = {FREQUENCIES: divisors.shape} | tensors
-    formats = {part: format_of(part, shape, format) for part, shape in tensors.items()}
+        tensors, formats[FREQUENCIES] = {FREQUENCIES: divisors.shape} | tensors, "F32"
     metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
     metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
     metadata |= {f"{arch}.{key}": value for key, value in describe(config, arch).items()}
@@ -155,6 +171,16 @@ def _completed(config: ModelConfig, arch: str) -> ModelConfig:
     if arch in ("gpt2", "gptneox"):
         config = dataclasses.replace(config, bias=True)
     return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
+
+
+def _of_rows(formats: BlockFormats, parts: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """Return the format of each part of a matrix, that of its last row; F16 if the matrix has none."""
+    ends = [*accumulate(rows for _, rows in formats)]
+    last = [*accumulate(rows for _, rows in parts)]
+    return {
+        part: formats[bisect_left(ends, end)][0].upper() if formats else "F16"
+        for (part, _), end in zip(parts, last, strict=True)
+    }
 
 
 def format_of(name: str, shape: tuple[int, ...], format: str) -> str:
@@ -260,5 +286,10 @@ def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
         part = HostTensor(values[at : at + step], tensor.dtype)
         if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
             raise ValueError("has values that float16 cannot represent (above 65,504 or not finite)")
-        blocks = quantize_q8_0(part.float32()) if format == "Q8_0" else part.to(_DTYPES[format]).values
-        file.write(np.ascontiguousarray(blocks).data)
+        if format in _DTYPES:
+            blocks = np.ascontiguousarray(part.to(_DTYPES[format]).values)
+        else:
+            blocks = _extension(format).quantize(
+                values=part.values, dtype=part.dtype, format=format.lower(), threads=environment.num_cpus()
+            )
+        file.write(blocks.data)

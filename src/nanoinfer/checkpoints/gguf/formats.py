@@ -256,14 +256,6 @@ def assemble(name: str, scales: Floats, u: Bytes) -> Bytes:
     return np.concatenate([halves, *high, u[:, :16] & 15 | u[:, 16:] << 4], axis=1)
 
 
-def quantize_q8_0(values: Floats) -> Bytes:
-    """Return the blocks of values whose last dimension is a multiple of 32, (num_blocks, 34)."""
-    rows = values.reshape(-1, 32)
-    scales = np.abs(rows).max(1, keepdims=True) / np.float32(127)
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 1e-30)
-    return assemble("Q8_0", scales, np.rint(rows * inverse).astype(np.int8).view(np.uint8))
-
-
 UNSUPPORTED = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
     29: "IQ1_M",

@@ -152,10 +152,14 @@ PackedSize packed_size(const std::string& format, std::int64_t out, std::int64_t
   return {(panels * panel_bytes(type, in) + 63) / 64 * 64, type == WeightType::i8 ? panels * kPanel : 0};
 }
 
+void check_threads(int num_threads) {
+  if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
+}
+
 // Return new panels and scales of this size, which `fill` has written on a pool of threads.
 template <class F>
 nb::tuple packed(PackedSize size, int num_threads, F&& fill) {
-  if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
+  check_threads(num_threads);
   std::unique_ptr<std::uint8_t[]> data;
   std::unique_ptr<float[]> scales;
   {
@@ -177,6 +181,23 @@ nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std:
                 [&](ThreadPool& threads, std::uint8_t* data, float* scales) {
                   pack(threads, type, matrix, data, scales);
                 });
+}
+
+auto quantized(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
+  const Stored matrix = stored(values, dtype);
+  const WeightType type = weight_type(format);
+  if (type < WeightType::q8_0 || !packs_floats(type, matrix.columns) || padded_depth(type, matrix.columns) != matrix.columns)
+    throw std::invalid_argument("rows of " + std::to_string(matrix.columns) + " values are no whole blocks of '" + format +
+                                "', or it is not one of q8_0, q5_0, q4_k, q6_k");
+  const std::size_t rows = matrix.rows, bytes = row_bytes(type, matrix.columns);
+  check_threads(num_threads);
+  std::unique_ptr<std::uint8_t[]> blocks;
+  {
+    const ReleasedGil nogil;
+    blocks.reset(new std::uint8_t[rows * bytes]);
+    quantize(*ThreadPool::shared(num_threads), type, matrix, blocks.get());
+  }
+  return owned(std::move(blocks), {rows, bytes});
 }
 
 nb::tuple pack_rows(const Bytes2& blocks, const std::string& format, int num_threads) {
@@ -246,6 +267,8 @@ void bind_decoder(nb::module_& m) {
   m.def("pack", &pack_matrix, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
         "Pack a matrix (out, in) on all threads; return its panels and scales for Decoder.load_packed. The values are"
         " as in Decoder.load.");
+  m.def("quantize", &quantized, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
+        "Round a matrix to rows of blocks of a GGUF file, (out, bytes of a row), on all threads.");
   m.def("pack_blocks", &pack_rows, nb::kw_only(), "blocks"_a.noconvert(), "format"_a, "threads"_a,
         "The same for the rows of blocks of a GGUF file, (out, bytes of a row), in their format.");
 

@@ -305,27 +305,6 @@ void unpack_blocks(const Matrix& w, const std::uint8_t* panel, std::int64_t o, f
   }
 }
 
-// Round a row of floats to blocks of q8_0, scale = largest / 127, as GGUF's reference does.
-void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
-  constexpr BlockFormat f(WeightType::q8_0);
-  for (std::int64_t g = 0; g * kSmallGroup < in; ++g) {
-    const std::int64_t n = std::min(kSmallGroup, in - g * kSmallGroup);
-    float most = 0, check = 0;
-    for (std::int64_t i = 0; i < n; ++i) {
-      most = std::max(most, std::fabs(row[g * kSmallGroup + i]));
-      check += row[g * kSmallGroup + i] * 0.0f;  // NaN if there is a NaN or an infinity
-    }
-    std::uint8_t block[2 + kSmallGroup] = {};
-    const std::uint16_t scale = to_f16(check == 0 ? most / 127.0f : NAN);
-    const float inverse = check == 0 && from_f16(scale) > 0 ? 1.0f / from_f16(scale) : 0.0f;
-    std::memcpy(block, &scale, 2);
-    for (std::int64_t i = 0; i < n && check == 0; ++i)
-      block[2 + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(
-          std::clamp(std::nearbyint(row[g * kSmallGroup + i] * inverse), -127.0f, 127.0f)));
-    pack_block<WeightType::q8_0>(block, o, panel + g * f.record());
-  }
-}
-
 #include "quantize.h"
 
 // Pack `count` outputs of one panel, row-major float32.
@@ -346,11 +325,13 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
           reinterpret_cast<std::uint16_t*>(data)[i / 2 * 64 + o * 2 + i % 2] = to_bf16(row[i]);
         break;
       case WeightType::i8: pack8(row, in, o, data, scale + o); break;
-      case WeightType::q8_0: pack_q8_0(row, in, o, data); break;
-      case WeightType::q5_0: pack_row<WeightType::q5_0, quantize_q5_0>(row, in, o, data); break;
-      case WeightType::q4_k: pack_row<WeightType::q4_k, quantize_q4_k>(row, in, o, data); break;
-      case WeightType::q6_k: pack_row<WeightType::q6_k, quantize_q6_k>(row, in, o, data); break;
-      default: break;  // only blocks of a file are packed in the other formats (pack_blocks)
+      default:  // only blocks of a file are packed in the other formats (pack_blocks)
+        with_quantized(type, [&]<WeightType format>() {
+          constexpr BlockFormat f(format);
+          quantize_row<format>(row, in, [&](std::int64_t b, const std::uint8_t* block) {
+            pack_block<format>(block, o, data + b * f.record());
+          });
+        });
     }
   }
 }
@@ -438,6 +419,19 @@ void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std
     read_rows(weights, first, first + count, scratch);
     pack_panel(type, scratch, count, weights.columns, data + p * panel_bytes(type, weights.columns), scale + first);
   }
+}
+
+void quantize_rows(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* blocks,
+                   float* scratch) {
+  read_rows(weights, begin, end, scratch);
+  with_quantized(type, [&]<WeightType format>() {
+    constexpr BlockFormat f(format);
+    std::uint8_t* to = blocks + begin * row_bytes(type, weights.columns);
+    for (std::int64_t r = begin; r < end; ++r, scratch += weights.columns, to += row_bytes(type, weights.columns))
+      quantize_row<format>(scratch, weights.columns, [&](std::int64_t b, const std::uint8_t* block) {
+        std::memcpy(to + b * f.block, block, f.block);
+      });
+  });
 }
 
 std::size_t row_bytes(WeightType type, std::int64_t in) {

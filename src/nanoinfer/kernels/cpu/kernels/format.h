@@ -49,6 +49,11 @@ void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* 
 void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end,
                  std::uint8_t* data, float* scale, float* scratch);
 
+// Round rows [begin, end) of weights, in whole blocks, to the blocks of a GGUF file. blocks: of row 0 on; scratch: the rows
+// as floats. Formats: q8_0, q5_0, q4_k, q6_k.
+void quantize_rows(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* blocks,
+                   float* scratch);
+
 // A row of blocks in a GGUF file: the file's descriptor, and where the row begins.
 struct RowPlace {
   std::int64_t descriptor, offset;

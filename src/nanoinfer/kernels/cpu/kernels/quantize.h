@@ -149,18 +149,45 @@ void quantize_q6_k(const f32x4* w, std::uint8_t* block) {
   }
 }
 
-using QuantizeBlock = void (*)(const f32x4* w, std::uint8_t* block);
+// scale = largest / 127, as GGUF's reference does.
+void quantize_q8_0(const f32x4* w, std::uint8_t* block) {
+  float most = 0;
+  for (int i = 0; i < 32; ++i) most = std::max(most, std::fabs(w[i / 4][i % 4]));
+  put_half(most / 127.0f, block);
+  const float inverse = half(most / 127.0f) > 0 ? 1.0f / half(most / 127.0f) : 0.0f;
+  for (int i = 0; i < 32; ++i)
+    block[2 + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(
+        std::clamp(std::nearbyint(w[i / 4][i % 4] * inverse), -127.0f, 127.0f)));
+}
 
-// Round a row of whole blocks; a block with a NaN or an infinity becomes NaN, so that an overflow reaches the logits.
-template <WeightType type, QuantizeBlock quantize>
-void pack_row(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
+// Call f<type>() for a format that floats are rounded to.
+template <class F>
+void with_quantized(WeightType type, F&& f) {
+  switch (type) {
+    case WeightType::q8_0: return f.template operator()<WeightType::q8_0>();
+    case WeightType::q5_0: return f.template operator()<WeightType::q5_0>();
+    case WeightType::q4_k: return f.template operator()<WeightType::q4_k>();
+    case WeightType::q6_k: return f.template operator()<WeightType::q6_k>();
+    default: return;
+  }
+}
+
+// Round a row to blocks, and call take(index, block) for each. A block with a NaN or an infinity becomes NaN, so that an
+// overflow reaches the logits. The last block ends with zeros.
+template <WeightType type, class Take>
+void quantize_row(const float* row, std::int64_t in, Take take) {
   constexpr BlockFormat f(type);
+  constexpr auto quantize = type == WeightType::q8_0   ? quantize_q8_0
+                            : type == WeightType::q5_0 ? quantize_q5_0
+                            : type == WeightType::q4_k ? quantize_q4_k
+                                                       : quantize_q6_k;
   f32x4 w[f.inputs / 4];
-  for (std::int64_t at = 0; at < in; at += f.inputs, panel += f.record()) {
+  for (std::int64_t b = 0; b * f.inputs < in; ++b) {
     std::uint8_t block[f.block] = {};
-    std::memcpy(w, row + at, sizeof w);
+    std::memset(w, 0, sizeof w);
+    std::memcpy(w, row + b * f.inputs, std::min<std::int64_t>(f.inputs, in - b * f.inputs) * sizeof(float));
     if (is_finite(w, f.inputs / 4)) quantize(w, block);
     else put_half(NAN, block + f.at_scale);
-    pack_block<type>(block, o, panel);
+    take(b, block);
   }
 }

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <stdexcept>
@@ -21,6 +22,16 @@ inline void pack(ThreadPool& threads, WeightType type, const Stored& weights, st
   std::vector<float> scratch(threads.size() * panel_floats);  // here: a thread of the pool must not throw
   threads.run({panels, [&](int rank, Range part) {
     pack_panels(type, weights, part.begin, part.end, data, scale, scratch.data() + rank * panel_floats);
+  }});
+}
+
+// Round a matrix to rows of blocks of a GGUF file: (rows, row_bytes).
+inline void quantize(ThreadPool& threads, WeightType type, const Stored& weights, std::uint8_t* blocks) {
+  std::vector<float> scratch(threads.size() * kPanel * weights.columns);
+  threads.run({(weights.rows + kPanel - 1) / kPanel, [&](int rank, Range part) {
+    for (std::int64_t p = part.begin; p < part.end; ++p)
+      quantize_rows(type, weights, p * kPanel, std::min((p + 1) * kPanel, weights.rows), blocks,
+                    scratch.data() + rank * kPanel * weights.columns);
   }});
 }
 
