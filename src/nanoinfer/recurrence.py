@@ -37,6 +37,8 @@ class Recurrence:
     """Whether the layer's two projections have biases."""
     norm_groups: int = 1
     """mamba2: number of equal groups of values that are normalised each by itself."""
+    tiled: bool = False
+    """Whether the heads that share a key are num_key_heads apart, as in GGUF files; else they are adjacent."""
 
     def __post_init__(self) -> None:
         require_choice("rule", self.rule, RULES)
@@ -51,6 +53,7 @@ class Recurrence:
         require_int("groups of a state's norm", self.norm_groups, 1, self.inner_dim if self.rule == "mamba2" else 1)
         if self.inner_dim % self.norm_groups:
             raise NanoinferError(f"{self.inner_dim} values of a state are no multiple of {self.norm_groups} groups")
+        require_bool("tiled", self.tiled)
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise NanoinferError(f"{self.num_heads} heads of a state are no multiple of {self.num_key_heads} of keys")
 

@@ -89,6 +89,17 @@ LATENT = ALL_HEADS | {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_hidden_layers": 3,
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
+DELTA = {
+    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "num_hidden_layers": 4, "rms_norm_eps": 1e-6,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+} | theta(1e7, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)  # fmt: skip
+MTP = {"mtp_num_hidden_layers": 1}
+DELTA_GROUPS = {"linear_num_value_heads": 6}
+LFM2 = {
+    "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "norm_eps": 1e-5,
+    "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+} | theta(1e6)  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
 GRANITE4 = {
     "layer_types": ["attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0,
@@ -148,6 +159,18 @@ CASES: dict[str, Case] = {
     "Qwen3 30B-A3B": Case(
         "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True} | theta(1e6), "npm/qwen3", "qwen2", CHATML,
         "Qwen3-Coder.jinja",
+    ),
+    "Qwen3.5 0.8B": Case("qwen3_5_text", DELTA | TIED, "npm/qwen3", "qwen35", CHATML, "Qwen3.5-4B.jinja", stored=MTP),
+    "Qwen3.5 27B": Case(
+        "qwen3_5_text", DELTA | DELTA_GROUPS, "npm/qwen3", "qwen35", CHATML, "Qwen3.5-4B.jinja", stored=MTP,
+    ),
+    "Qwen3.5 35B-A3B": Case(
+        "qwen3_5_moe_text",
+        DELTA | DELTA_GROUPS | EXPERTS | {"shared_expert_intermediate_size": 64, "intermediate_size": None},
+        "npm/qwen3", "qwen35", CHATML, "Qwen3.5-4B.jinja", stored=MTP,
+    ),
+    "LFM2 1.2B": Case(
+        "lfm2", LFM2 | TIED, "npm/llama3_1", "lfm2", (), "LFM2.5-Instruct.jinja", added=("<|im_start|>", "<|im_end|>"),
     ),
     "Gemma 2B": Case(
         "gemma", GEMMA | {"hidden_act": "gelu_pytorch_tanh"}, "npm/gemini", None, ("<eos>", "<end_of_turn>"),

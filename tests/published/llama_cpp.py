@@ -1,6 +1,7 @@
 """llama.cpp's converter and patterns (source package of llama-cpp-python), and programs of its fork ik_llama.cpp.
 
-Not covered: llama.cpp's own logits, whose library would have to be built. The wheel of ik_llama.cpp has one.
+llama.cpp's own logits are compared where its library is installed (`pip install '.[peers]'` builds it). The wheel of
+ik_llama.cpp has one, of which the tokens are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from published.vocabularies import PUBLISHED
 
@@ -106,12 +109,42 @@ def quantize(file: Path, result: Path, format: str) -> bool:
     """Quantize a file by the program llama-quantize of ik_llama.cpp, a fork whose wheel has it built.
 
     Returns:
-        whether there is a file: the fork does not know each architecture, and has formats of its own.
+        whether there is a file: the fork does not know each architecture, and has formats of its own. Then llama.cpp's
+        library does it, where it is installed.
     """
-    command = [IK / "ik_llama_cpp" / "bin" / "llama-quantize", file, result, format, "2"]
+    command = [
+        IK / "ik_llama_cpp" / "bin" / "llama-quantize",
+        "--custom-q",
+        r"shortconv\.conv=f32",
+        file,
+        result,
+        format,
+        "2",
+    ]
     done = subprocess.run(command, check=False, capture_output=True, timeout=120)
     formats = re.findall(rb"converting to (q6_0|\w+_r\d)", done.stdout + done.stderr)
-    return done.returncode == 0 and not formats
+    if done.returncode == 0 and not formats:
+        return True
+    code = (
+        "import sys, llama_cpp; p = llama_cpp.llama_model_quantize_default_params(); p.nthread = 2\n"
+        f"p.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_{format}\n"
+        "sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, file, result], check=False, capture_output=True, timeout=120)
+    return done.returncode == 0
+
+
+def logits(file: Path, prompt: list[int]) -> np.ndarray | None:
+    """Return llama.cpp's logits after each token, (T, V) float32; None where its library is missing or fails."""
+    result = file.with_suffix(".npy")
+    code = (
+        "import sys, numpy, llama_cpp; ids = [int(i) for i in sys.argv[3:]]\n"
+        "llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, logits_all=True, verbose=False, type_k=0, type_v=0)\n"
+        "llm.eval(ids); numpy.save(sys.argv[2], llm.scores[: len(ids)])"
+    )
+    command = [sys.executable, "-c", code, str(file), str(result), *map(str, prompt)]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    return np.load(result) if done.returncode == 0 else None
 
 
 def greedy(file: Path, prompt: list[int], num_tokens: int) -> list[int]:

@@ -117,7 +117,7 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
         updates, start = _updates(text_part(tensors), _KEY, scale_of), FAMILIES[config.family].layer.partition(".")[0]
         if not any(module.startswith(f"{start}.") for module in updates):  # models without a head leave it out
             updates = {f"{start}.{module}": update for module, update in updates.items()}
-        return place(updates, config, FAMILIES[config.family])
+        return _of_order(place(updates, config, FAMILIES[config.family]), config, tiled=False)
 
 
 def _read_gguf(path: Path, config: ModelConfig, max_rank: int) -> Adapter:
@@ -139,8 +139,20 @@ def _read_gguf(path: Path, config: ModelConfig, max_rank: int) -> Adapter:
         return given / rank if given else 1.0  # as in llama.cpp
 
     updates = _updates(file.tensors, _GGUF_KEY, scale)
-    joined = layout.joined or any(module.endswith(".attn_qkv") for module in updates)
-    return place(updates, config, stored_family(config, replace(layout, joined=joined)))
+    family = stored_family(config, layout, [f"{module}.weight" for module in updates])
+    return _of_order(place(updates, config, family), config, layout.tiled)
+
+
+def _of_order(adapter: Adapter, config: ModelConfig, tiled: bool) -> Adapter:
+    """Return the adapter. Raise NanoinferError if it updates states whose heads the base has in another order."""
+    state, names = config.recurrence, [split_name(name) for name in adapter.updates]
+    recurrent = any(part.startswith("attn.") and config.layer(layer or 0).recurrent for layer, part, _ in names)
+    if recurrent and state and state.num_heads > state.num_key_heads and state.tiled != tiled:
+        forms = ("a folder of peft", "a GGUF file")
+        raise NanoinferError(
+            f"{forms[tiled]} has the heads of recurrent layers in another order than the base: give {forms[not tiled]}"
+        )
+    return adapter
 
 
 def _check_rank(module: str, rank: int, limit: int) -> None:

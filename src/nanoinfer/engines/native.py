@@ -272,7 +272,7 @@ def _state_shape(model: ModelConfig) -> Any:
     from nanoinfer._native import StateShape
 
     shape = StateShape()
-    for name in ("taps", "num_heads", "value_dim", "num_key_heads", "key_dim", "norm_groups"):
+    for name in ("taps", "num_heads", "value_dim", "num_key_heads", "key_dim", "norm_groups", "tiled"):
         setattr(shape, name, getattr(model.recurrence, name))
     return shape
 

@@ -128,8 +128,8 @@ class HeadStates(Recurrent):
 
     def _shared(self, x: Tensor) -> Tensor:
         """Return queries or keys, (B, T, keys), for each head, (B, T, H, Dk)."""
-        x = x.view(*x.shape[:-1], self.shape.num_key_heads, -1)
-        return x.repeat_interleave(self.shape.num_heads // self.shape.num_key_heads, -2)
+        x, count = x.view(*x.shape[:-1], self.shape.num_key_heads, -1), self.shape.num_heads // self.shape.num_key_heads
+        return torch.cat([x] * count, -2) if self.shape.tiled else x.repeat_interleave(count, -2)
 
     def _decay(self, x: Tensor) -> Tensor:
         """Return the size of a step, softplus(x + dt_bias), (..., H) float32."""

@@ -158,29 +158,29 @@ class JoinedTensor:
 
     @property
     def block_formats(self) -> BlockFormats | None:
-        """The formats of the parts if any has blocks, and Q8_0 for the others; equal ones are one part.
+        """The formats of our rows if any part has blocks, and Q8_0 for those of the others; equal ones are one part.
 
-        Parts in several formats must have multiples of PART_ROWS rows, and `order` must keep rows in their parts:
-        otherwise all rows are rounded to Q8_0.
+        Rows of one format must be multiples of PART_ROWS: otherwise all rows are rounded to Q8_0.
         """
         if not any(part.block_format for part in self.parts):
             return None
-        formats: list[tuple[str, int]] = []
-        for part in self.parts:
-            format, rows = part.block_format or "q8_0", part.shape[0]
-            if formats and formats[-1][0] == format:
-                rows += formats.pop()[1]
-            formats.append((format, rows))
-        if len(formats) == 1 or (self._keeps(formats) and not any(rows % PART_ROWS for _, rows in formats[:-1])):
-            return tuple(formats)
-        return (("q8_0", self.shape[0]),)
+        runs = self._runs()
+        if any(len(rows) % PART_ROWS for _, rows in runs[:-1]):
+            return (("q8_0", self.shape[0]),)
+        return tuple((format, len(rows)) for format, rows in runs)
 
-    def _keeps(self, formats: list[tuple[str, int]]) -> bool:
-        """Return whether `order` moves no row to another part."""
-        if self.order is None:
-            return True
-        part_of = np.repeat(np.arange(len(formats)), [rows for _, rows in formats])
-        return np.array_equal(part_of[self.order], part_of)
+    @property
+    def _formats(self) -> list[str]:
+        """The format of each part."""
+        return [part.block_format or "q8_0" for part in self.parts]
+
+    def _runs(self) -> list[tuple[str, NDArray[np.intp]]]:
+        """Return our rows as rows of the joined parts, split where the format changes, with their formats."""
+        names = sorted(set(self._formats))
+        kinds = np.repeat([names.index(name) for name in self._formats], [part.shape[0] for part in self.parts])
+        order = np.arange(self.shape[0]) if self.order is None else self.order
+        runs = np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)
+        return [(names[kinds[rows[0]]], rows) for rows in runs]
 
     def read(self) -> HostTensor:
         """Read the parts into new memory, in their dtype, or if they differ as `JoinedBlocks` or in float32."""
@@ -192,17 +192,16 @@ class JoinedTensor:
         formats = self.block_formats
         if formats is None or len(formats) == 1:
             return HostTensor(np.concatenate([t.float32() for t in tensors])[order], "float32")
-        parts, start = [], 0
-        for format, rows in formats:
-            same, count = [], 0
-            while count < rows:
-                same.append(tensors.pop(0))
-                count += same[-1].shape[0]
-            if format != same[0].dtype:
-                same = [t.to("float32") for t in same]
-            joined = _join(same)
-            parts.append(replace(joined, values=joined.values[order[start : start + rows] - start]))
-            start += rows
+        starts = np.cumsum([0, *(t.shape[0] for t in tensors)])
+        place, joined_of = np.empty(starts[-1], np.intp), {}  # of a row among those of its format
+        for format in set(self._formats):
+            same = [i for i, name in enumerate(self._formats) if name == format]
+            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in same])
+            place[rows] = np.arange(len(rows))
+            exact = all(tensors[i].dtype == format for i in same)
+            joined_of[format] = _join([tensors[i] if exact else tensors[i].to("float32") for i in same])
+        runs = [(joined_of[format], place[rows]) for format, rows in self._runs()]
+        parts = [replace(joined, values=joined.values[rows]) for joined, rows in runs]
         return JoinedBlocks(np.empty(0, np.uint8), "blocks", tuple(parts))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
+from nanoinfer.checkpoints.gguf import hybrid
 from nanoinfer.checkpoints.gguf.file import Value
 from nanoinfer.checkpoints.gguf.metadata import LONG, Metadata, Row, scaling, windows
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
@@ -102,10 +103,14 @@ class Architecture:
     """Whether the gate and the MLP's first matrix are one tensor."""
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Our part -> the name of the tensor, where it is not the usual one."""
+    recurrent: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """The same of recurrent layers. The number of heads of keys may then be 0 in some layers."""
+    tiled: bool = False
+    """Whether heads of a state that share a key are `Recurrence.tiled`."""
 
     def read(self, m: Metadata) -> dict[str, Any]:
         """Return the fields of config.json, for any family: one ignores those that it does not have."""
-        shape = _sizes(m) | ({} if self.own_heads else _heads(m, self.partial))
+        shape = _sizes(m, bool(self.recurrent)) | ({} if self.own_heads else _heads(m, self.partial))
         fields = {"model_type": self.family} | shape | {row.field: m.row(row, shape) for row in self.rows}
         return fields | self.further(m, fields)
 
@@ -127,23 +132,26 @@ def _heads(m: Metadata, partial: bool) -> dict[str, Any]:
     return {"head_dim": width, "partial_rotary_factor": share, "rotary_pct": share}
 
 
-def _sizes(m: Metadata) -> dict[str, Any]:
-    """Return the fields of config.json that most families have, each under all of its names."""
+def _sizes(m: Metadata, hybrid: bool) -> dict[str, Any]:
+    """Return the fields of config.json that most families have, each under all of its names.
+
+    In a hybrid model, layers without attention have 0 heads of keys, and one with experts need not have another MLP.
+    """
     n_head, n_embd = m.int_("attention.head_count"), m.int_("embedding_length")
     m.get(m.key("pooling_type"))  # models/pooling.py
     m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
     vocab_size, num_layers = _vocab_size(m), _num_layers(m)
     differ = m.arch == "gemma4"  # `_gemma4` reads the numbers of all layers
-    heads = "attention.head_count_kv"
+    heads, width, mixed = "attention.head_count_kv", "feed_forward_length", hybrid and "expert_count" in m
     theta, epsilon = m.float_("rope.freq_base", 10000.0), m.float_("attention.layer_norm_epsilon", 1e-5)
     return {
         "vocab_size": vocab_size,
         "max_position_embeddings": m.int_("context_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": n_head,
-        "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head),
+        "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head, hybrid),
         "hidden_size": n_embd,
-        "intermediate_size": m.ints("feed_forward_length", num_layers)[0] if differ else m.int_("feed_forward_length"),
+        "intermediate_size": m.ints(width, num_layers)[0] if differ else m.int_(width, n_embd if mixed else None),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", epsilon),
         **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps"), epsilon),
         "tie_word_embeddings": "output.weight" not in m.tensors,
@@ -192,6 +200,11 @@ def _olmoe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 def _qwen_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file lacks: whether the chosen experts' weights are divided by their sum."""
     return _qwen(m, shape) | _experts(m, shape) | {"norm_topk_prob": m.arch != "qwen2moe"}
+
+
+def _qwen35_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    m.only(m.key("expert_weights_norm"), True)
+    return hybrid.delta(m, shape) | _experts(m, shape)
 
 
 def _gpt_oss(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +337,7 @@ _GRANITE = _scales(1.0, 1.0, 1.0)
 _MINICPM = _scales(12.0, lambda s: 1.4 / s["num_hidden_layers"] ** 0.5, lambda s: s["hidden_size"] / 256)
 _COHERE = Row("logit_scale", "logit_scale", default=0.0625)
 _WIDTH = Row("expert_feed_forward_length", "moe_intermediate_size", int)
+_SHARED = (_WIDTH, Row("expert_shared_feed_forward_length", "shared_expert_intermediate_size", int))
 _WINDOW = Row("attention.sliding_window", "sliding_window", int)
 _CAP = Row("final_logit_softcapping", "final_logit_softcapping", default=None)
 _CAPS = (Row("attn_logit_softcapping", "attn_logit_softcapping", default=None), _CAP)
@@ -338,6 +352,10 @@ _DEEPSEEK = (
     Row("expert_weights_norm", "norm_topk_prob", bool, default=False),
     Row("leading_dense_block_count", "first_k_dense_replace", int, default=0, low=0),
 )
+_QWEN35 = Architecture(
+    "qwen3_5_text", hybrid.delta, hybrid.DELTA_ROWS, partial=True, added_to_norms=1.0,
+    names={"ln_2": "post_attention_norm"}, recurrent=hybrid.DELTA, tiled=True,
+)  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
     "qwen2": Architecture("qwen2", _qwen),
@@ -347,9 +365,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe",
         _qwen_moe,
-        (_WIDTH, Row("expert_shared_feed_forward_length", "shared_expert_intermediate_size", int)),
+        _SHARED,
     ),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_qwen35_moe, rows=(*_QWEN35.rows, *_SHARED)),
+    "lfm2": Architecture(
+        "lfm2", hybrid.lfm2, hybrid.CONVOLUTION_ROWS, names={"ln_f": "token_embd_norm"}, recurrent=hybrid.CONVOLUTION
+    ),
     "qwen3vlmoe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "olmoe": Architecture("olmoe", _olmoe),
     "granitemoe": Architecture("granitemoe", _experts, _GRANITE, interleaved=True),

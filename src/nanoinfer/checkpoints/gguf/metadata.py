@@ -88,13 +88,14 @@ class Metadata(Fields):
     def __contains__(self, name: str) -> bool:
         return self.key(name) in self.raw
 
-    def int_(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer. In a file, it may be a list of equal ones, one for each layer."""
+    def int_(self, name: str, default: int | None = None, zeros: bool = False) -> int:
+        """Return a positive integer. In a file, it may be a list of equal ones, one a layer; with `zeros`, or of 0."""
         if default is None:
             self.required(self.key(name))
         value = self.get(self.key(name), default)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        if isinstance(value, list):
+            some = [one for one in value if not (zeros and one == 0)]
+            value = some[0] if some and all(one == some[0] for one in some) else value
         return require_int(self.key(name), value, 1, 2**31 - 1)
 
     def ints(self, name: str, count: int) -> list[int]:

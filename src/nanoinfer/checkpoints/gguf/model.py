@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from nanoinfer.checkpoints.gguf import gemma4 as gguf_gemma4
+from nanoinfer.checkpoints.gguf import hybrid
 from nanoinfer.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -38,7 +40,7 @@ from nanoinfer.models.families import FAMILIES, deepseek
 from nanoinfer.models.families.base import FOLDED_HEADS, Family, interleaved
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
-from nanoinfer.models.stored import StoredTensor
+from nanoinfer.models.stored import ChangedTensor, StoredTensor
 from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.arrays import HostTensor
 
@@ -74,8 +76,7 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     rounded = sorted({t.format.name for t in stored.values() if isinstance(t, BlockTensor) and t.format.rounded})
     if rounded:
         log.warning("%s: engine native rounds the values of its formats %s to Q8_0", where, ", ".join(rounded))
-    joined = layout.joined or "blk.0.attn_qkv.weight" in file.tensors
-    family = stored_family(config, replace(layout, joined=joined))
+    family = stored_family(config, layout, file.tensors)
     if config.experts is not None:
         forms = ((gguf_gemma4.JOINED, gguf_gemma4.SPLIT), (("ffn_gate.0.weight",), _EACH_EXPERT))
         own = [names for ends, names in forms if any(name.endswith(ends) for name in file.tensors)]
@@ -117,6 +118,8 @@ def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) ->
         config = FAMILIES[fields["model_type"]].read(Fields(fields))
         if (stored := file.tensors.get(FREQUENCIES)) is not None and arch != "gemma4":  # it has read them
             config = _with_frequencies(config, stored)
+        if layout.tiled and (state := config.recurrence) and state.num_heads > state.num_key_heads:
+            config = replace(config, recurrence=replace(state, tiled=True))
         check_counts(file.metadata, config.vocab_size)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
         return replace(config, bos_token_id=bos, eos_token_ids=ends)
@@ -168,8 +171,11 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
     for name, t in stored.items():
         of_each = (count, STACKED), (config.n_head, OF_HEADS)  # matrices of experts or heads
         several = any(name.endswith(ends) and len(t.shape) == 3 and t.shape[0] == n for n, ends in of_each)
-        if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
+        own = name.endswith(hybrid.OWN_NORM)
+        if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor and not own:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
+        elif layout.recurrent and name.endswith(f".{hybrid.DECAY}"):
+            tensors[name] = ChangedTensor.of(t, (math.prod(t.shape),), hybrid.log_decay)
         elif several or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
         elif name.endswith(STACKED_BIASES) and config.experts is not None:
@@ -199,16 +205,17 @@ def _with_factors(t: BlockTensor, name: str, tensors: dict[str, StoredTensor]) -
     return replace(t, factors=factors)
 
 
-def stored_family(config: ModelConfig, layout: Architecture) -> Family:
-    """Return the family with llama.cpp's names of tensors and order of rows."""
+def stored_family(config: ModelConfig, layout: Architecture, stored: Container[str] = ()) -> Family:
+    """Return the family with llama.cpp's names of tensors, of which `stored` has some, and order of rows."""
     family, names = FAMILIES[config.family], TOP | LAYER | dict(layout.names)
-    if layout.joined:
+    attention = (i for i in range(config.n_layer) if not config.layer(i).recurrent)  # others have such a tensor
+    if layout.joined or any(f"blk.{i}.attn_qkv.weight" in stored for i in attention):
         names = names | {"attn.c_attn": "attn_qkv"}
-    own = interleaved if config.latent is None else family.order
-    order = own if layout.interleaved else lambda config, part: None
+    own = interleaved if config.latent is None and not config.attention_gate else family.order
+    order = own if layout.interleaved or config.attention_gate else lambda config, part: None
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
-        folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
+        recurrent=layout.recurrent, folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
         from_stored=Family.from_stored,
     )  # fmt: skip

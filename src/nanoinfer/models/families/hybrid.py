@@ -38,7 +38,7 @@ def _read_qwen3_5(f: Fields, config: ModelConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = {ours: f.integer(f"linear_{theirs}", size) for ours, (theirs, size) in _SIZES.items()}
     attention = LayerKind(rotary=f.rotary(config, share=("partial_rotary_factor", 0.25)))
     layers = layer_kinds(f, config, {"full_attention": attention, "linear_attention": RECURRENT}, default)
-    state = Recurrence("delta", **sizes, bias=False)
+    state = Recurrence("delta", **sizes)
     return {"layers": layers, "recurrence": state if any(kind.recurrent for kind in layers) else None}
 
 

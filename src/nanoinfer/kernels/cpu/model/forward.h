@@ -36,8 +36,10 @@ struct StateShape {
   Rule rule = Rule::none;             // none: no layer is recurrent
   std::int64_t taps = 0, num_heads = 0, value_dim = 0, num_key_heads = 0, key_dim = 0;
   std::int64_t norm_groups = 1;       // of mamba2, of its values
+  bool tiled = false;
 
   std::int64_t inner_dim() const { return num_heads * value_dim; }
+  std::int64_t key_head(std::int64_t head) const { return tiled ? head % num_key_heads : head / (num_heads / num_key_heads); }
   std::int64_t keys_dim() const { return num_key_heads * key_dim; }
   std::int64_t num_channels() const { return 2 * keys_dim() + inner_dim(); }
   std::int64_t num_gates() const { return rule == Rule::delta ? 2 * num_heads : rule == Rule::mamba2 ? num_heads : 0; }

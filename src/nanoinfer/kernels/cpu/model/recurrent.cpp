@@ -86,7 +86,7 @@ void RecurrentLayers::read_token(const Kernels& kernels, const RecurrentWeights&
                                  std::int64_t head, float* to) const {
   const bool delta = shape_.rule == Rule::delta;
   const std::int64_t D = shape_.key_dim, V = shape_.value_dim, keys = shape_.keys_dim();
-  const std::int64_t shared = head / (shape_.num_heads / shape_.num_key_heads) * D, inner = shape_.inner_dim();
+  const std::int64_t shared = shape_.key_head(head) * D, inner = shape_.inner_dim();
   float *q = to, *k = q + D, *v = k + D, *gates = v + V;
   convolve(kernels, w, from, token, shared + (delta ? 0 : inner + keys), D, q);
   convolve(kernels, w, from, token, shared + (delta ? keys : inner), D, k);
