@@ -386,6 +386,9 @@ class ModelConfig:
     """The state of the recurrent layers."""
     attention_gate: bool = False
     """Whether attention's output is multiplied by the sigmoid of a projection of the layer's input."""
+    mtp: bool = False
+    """Whether the model is a block that predicts a further token of another model (multi-token prediction): its input
+    is made of a token's embedding and of that model's hidden state after the token before (models/layers.py)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -586,7 +589,7 @@ _GPT2_FIELDS = (
 )  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias",
-    "sinks", "sub_norms", "rounded_inputs", "attention_gate",
+    "sinks", "sub_norms", "rounded_inputs", "attention_gate", "mtp",
 )  # fmt: skip
 _FACTORS = (
     "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",

@@ -407,7 +407,7 @@ def test_factors_of_nvfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_parts_that_do_not_run_are_left_out_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A vision part, as in Ollama's files of Gemma 3, and layers that predict further tokens."""
+    """A vision part, as in Ollama's files of Gemma 3, and the second layer that predicts further tokens."""
     model = make_folder("gemma3-7-layers", tmp_path / "hf")
     more = {"v.blk.0.attn_q.weight": as_f32(np.ones((4, 4))), "mm.input_projection.weight": as_f32(np.ones((4, 4)))}
     keys = {"gemma3.vision.block_count": 1, "gemma3.mm.tokens_per_image": 256, "gemma3.rope.freq_base": None}
@@ -415,10 +415,10 @@ def test_parts_that_do_not_run_are_left_out_with_a_line(tmp_path: Path, caplog: 
     same_logits(model, rewritten(convert(model, tmp_path / "a.gguf"), lambda t: t.update(more), **keys))
     assert "a.gguf: 2 tensors for images are not used: the text model runs without them" in caplog.text
     model = make_folder("deepseek_v3", tmp_path / "hf2")
-    more = {"blk.4.nextn.eh_proj.weight": as_f32(np.ones((24, 48))), "blk.4.attn_norm.weight": as_f32(np.ones(24))}
-    keys = {"deepseek2.block_count": 5, "deepseek2.nextn_predict_layers": 1}
+    more = {"blk.4.nextn.eh_proj.weight": as_f32(np.ones((24, 48))), "blk.5.attn_norm.weight": as_f32(np.ones(24))}
+    keys = {"deepseek2.block_count": 6, "deepseek2.nextn_predict_layers": 2}
     same_logits(model, rewritten(convert(model, tmp_path / "b.gguf"), lambda t: t.update(more), **keys))
-    assert "b.gguf: 2 tensors for the prediction of further tokens are not used" in caplog.text
+    assert "b.gguf: 1 tensors for the prediction of further tokens are not used" in caplog.text
 
 
 def test_the_scaling_that_ollama_leaves_out_of_gemma_3(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoints.weights import Weights
-from nanoinfer.models.parameters import CORRECTION, initial
+from nanoinfer.models.parameters import CORRECTION, SHARED, initial
 from nanoinfer.models.transformer import Transformer
 from nanoinfer.utils.arrays import HostTensor
 
 
-def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> Transformer:
-    """Return a model in eval mode with these weights on a device, in their dtype. Strides of the tensors are kept."""
+def load_gpt(weights: Weights, device: torch.device | str = "cpu", owner: Transformer | None = None) -> Transformer:
+    """Return a model in eval mode with these weights on a device, in their dtype. Strides of the tensors are kept.
+
+    The embedding and the output head are those of `owner`, if it is given.
+    """
     dtype = torch_dtype(weights.dtype)
     with torch.device("meta"):  # names and shapes, but no memory for weights
         model = Transformer(weights.config)
@@ -20,6 +23,8 @@ def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> Transforme
         name: to_torch(tensor).to(device, torch.float32 if name.endswith(CORRECTION) else dtype)
         for name, tensor in weights.read()
     }
+    if owner is not None:
+        state |= {name: p for name, p in owner.named_parameters() if name in SHARED}
     if weights.config.tie_word_embeddings:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     model.load_state_dict(state, assign=True)

@@ -8,15 +8,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError, escaped
+from nanoinfer.errors import NanoinferError, about, escaped
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Family, Recipe
-from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.models.families.base import MTP_NAMES, Family, Recipe
+from nanoinfer.models.parameters import LAYER, SHARED, shapes
 from nanoinfer.models.stored import ChangedTensor, JoinedTensor, StoredTensor
 from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 
@@ -50,6 +51,9 @@ class Weights:
     """Method by which a folder's weights are quantized: "gptq", for example. docs/quantized-folders.md"""
     file_bytes: int = field(default=0, kw_only=True)
     """Size of the checkpoint's files; 0: not known."""
+    mtp: Callable[[bool], Weights] | None = field(default=None, kw_only=True)
+    """Return the block of the files that predicts a further token; with True, without the tensors SHARED, which are the
+    model's. None: there is no such block."""
 
     def formats(self, quantization: str | None) -> Mapping[str, BlockFormats]:
         """Return the matrices that engine `native` has in formats of GGUF files, and their formats."""
@@ -103,13 +107,18 @@ _NOT_WEIGHTS = re.compile(
     r"|rotary_emb\.(inv_freq|cos_cached|sin_cached))$"
 )
 """Tensors that files have beside weights, and transformers leaves out: masks and tables of its older versions, scales
-of a cache in 8 bits, layers that predict further tokens."""
+of a cache in 8 bits, layers that predict further tokens (of families without `Family.mtp`)."""
 
 Tensors = dict[str, StoredTensor | JoinedTensor]
 
 
 def check(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str, family: Family | None = None
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    source: str,
+    dtype: str,
+    family: Family | None = None,
+    unread: tuple[str, ...] = (),
 ) -> Weights:
     """Check names, shapes and dtypes of stored tensors and return the weights of a model.
 
@@ -121,20 +130,22 @@ def check(
         source: the file or folder, for error messages.
         dtype: dtype to compute in.
         family: how the model's tensors are stored; None: that of `config.family`.
+        unread: our names of tensors that `Weights.read` leaves out.
 
     Raises:
         NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype.
     """
     family, original = FAMILIES[config.family] if family is None else family, stored
-    stored = {name: tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.search(name)}
-    if left_out := sorted(original.keys() - stored.keys()):
+    mtp = family.mtp_names(config, stored)
+    stored = {name: tensor for name, tensor in stored.items() if name not in mtp and not _NOT_WEIGHTS.search(name)}
+    if left_out := sorted(original.keys() - stored.keys() - mtp.keys()):
         log.info(
             "%s: %d tensors that are not weights are left out: %s, ...", source, len(left_out), escaped(left_out[0])
         )
     stored = family.from_stored(config, _with_parts(stored, config, family))
     _check_layers(config, stored, source, family)
-    unread = family.unread(config)
-    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    unused = family.unread(config)
+    stored = {name: tensor for name, tensor in stored.items() if name not in unused}
     head_name, embedding = (
         family.recipe(config, name, config.vocab_size).parts[0][0]
         for name in ("lm_head.weight", "transformer.wte.weight")
@@ -159,14 +170,30 @@ def check(
     if head is not None and not _equal(head, tensors["transformer.wte.weight"]):
         log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding: it is used", source, head_name)
         return check(replace(config, tie_word_embeddings=False), original, source, dtype, family)  # as in transformers
-    read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
+    read = lambda: ((name, tensor.read()) for name, tensor in tensors.items() if name not in unread)  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: kind for name, kind in formats.items() if kind is not None}
     blocks = _with_shared_inputs(_in_one_format(blocks, tensors, source), config)
     sizes = {tensor.file.path: tensor.file.size for tensor in stored.values()}
+    ours = {new: original[name] for name, new in mtp.items() if new}
+    ours |= {name: original[name] for name in (embedding, head_name) if name in original}
+    alone = replace(family, names=dict(family.names) | MTP_NAMES, mtp={})
+    block = partial(_check_mtp, config, ours, source, dtype, alone)
     return Weights(
-        config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks, file_bytes=sum(sizes.values())
-    )
+        config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks, file_bytes=sum(sizes.values()),
+        mtp=block if mtp else None,
+    )  # fmt: skip
+
+
+def _check_mtp(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str, family: Family, shared: bool
+) -> Weights:
+    """Return the block that predicts a further token (`Weights.mtp`). Raises NanoinferError as `check`."""
+    kind = next((kind for kind in reversed(config.layers) if not kind.recurrent), None)
+    layers = () if kind is None else (kind,)
+    block = replace(config, n_layer=1, layers=layers, recurrence=None, mtp=True)
+    with about("draft='mtp'"):
+        return check(block, stored, source, dtype, family, SHARED if shared else ())
 
 
 def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:

@@ -108,6 +108,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         response_template=None if config.chat_template else loaded.response_template,  # it is about the own template
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
         has_head=loaded.weights.has_head,
+        has_mtp=loaded.weights.mtp is not None,
         pooling=loaded.pooling.with_options(config.pooling),
     )
     if options.dtype == "auto" and options.quantization is None:

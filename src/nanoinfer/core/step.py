@@ -139,8 +139,11 @@ class StepRunner:
         rows = step.proposed.resolve(step.work)
         start = self._clock()
         batch = batch_of(step.work, step.proposed)
+        batch.all_hidden = step.speculator is not None and step.speculator.reads_hidden
         with observer.span(ENGINE):
             logits = self._engine.extend(batch)
+        if step.speculator is not None and batch.all_hidden:
+            step.speculator.observe(step.work, self._engine, batch)
         with observer.span(SAMPLER):
             self._read_scores(step, logits)
             sampled = self._sample(step, rows, logits[:, : self._vocab_size])

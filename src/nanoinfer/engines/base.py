@@ -54,6 +54,8 @@ class StepBatch:
     """Number of last new tokens of each sequence to return logits for, 0 <= num_logits[i] <= num_new[i]."""
     hidden_only: bool = False
     """Whether only `Engine.hidden` is read: `extend` then returns no logits, (0, vocab_size), and may omit the head."""
+    previous: NDArray[np.float32] | None = None
+    """(len(token_ids), n_embd), of a model with `mtp`: for each new token the hidden state after the one before it."""
     all_hidden: bool = False
     """Whether `Engine.new_hidden` is read: hidden states are kept of all new tokens, not only of those with logits."""
 

@@ -47,19 +47,26 @@ class NativeEngine(Sequences):
     Args:
         weights: each tensor is packed when it is loaded and then released; packed weights are used in place.
         limits: capacity of the engine.
+        owner: engine whose embedding and output head this one has, too; None: its own.
         config: quantization, kv_cache_dtype and threads are used.
 
     Raises:
         NanoinferError: the forced instruction set is not supported by this CPU, or memory is insufficient.
     """
 
-    def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        limits: EngineLimits,
+        config: EngineConfig = DEFAULTS,
+        owner: NativeEngine | None = None,
+    ) -> None:
         from nanoinfer._native import Decoder
 
         super().__init__(weights.config, limits, config)
         try:
             options = decoder_options(weights, limits, config)
-            self._decoder = Decoder(options)
+            self._decoder: Any = Decoder(options, None if owner is None else owner._decoder)
             _warn_of_another_cpu(self.isa)
             self._load(replace(weights, block_formats=options.formats))
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
@@ -112,6 +119,7 @@ class NativeEngine(Sequences):
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
                 all_hidden=batch.all_hidden,
+                previous=batch.previous,
                 **self._adapters_of(batch),
                 **self._states_of(batch),
             )
@@ -245,8 +253,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
             latent.rank, latent.rotary_dim, latent.plain_dim, latent.value_dim,
         )  # fmt: skip
         options.latent_query_rank, options.latent_epsilon = latent.query_rank, latent.norm_epsilon
-    if model.attention_gate:
-        options.attention_gate = True
+    options.attention_gate, options.mtp = model.attention_gate, model.mtp
     if model.recurrence is not None:
         options.rule, options.num_states = model.recurrence.rule, limits.num_states
         options.recurrence = _state_shape(model)

@@ -189,7 +189,12 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) ->
 
 
 def build(
-    spec: EngineSpec, weights: Weights, config: EngineConfig, device: str, limits: EngineLimits | None = None
+    spec: EngineSpec,
+    weights: Weights,
+    config: EngineConfig,
+    device: str,
+    limits: EngineLimits | None = None,
+    owner: Engine | None = None,
 ) -> Engine:
     """Return a running engine.
 
@@ -198,6 +203,7 @@ def build(
         weights: in the dtype to compute in.
         config: the configuration that `resolve` accepted; fields that the engine does not support have their defaults.
         limits: the capacity of the engine; None: computed by `plan_limits`.
+        owner: engine with the tensors SHARED (models/parameters.py) if the weights lack them; `native` if this one is.
 
     Raises:
         NanoinferError: the engine does not support the model, or the KV cache does not fit in memory.
@@ -218,8 +224,9 @@ def build(
         weights = weights.watched(bar.update)
         engine_class: Any = getattr(importlib.import_module(module), name)
         if spec.native:
-            return engine_class(weights, limits, config)  # type: ignore[no-any-return]
+            return engine_class(weights, limits, config, owner)  # type: ignore[no-any-return]
         from nanoinfer.checkpoints.gpt_loading import load_gpt
 
         engine_class.check(weights.config)
-        return engine_class(load_gpt(weights, device), limits, config)  # type: ignore[no-any-return]
+        gpt = load_gpt(weights, device, None if owner is None else owner.model)  # type: ignore[arg-type]
+        return engine_class(gpt, limits, config)  # type: ignore[no-any-return]

@@ -275,6 +275,9 @@ class Sequences:
                 )
         if sum(num_new) != len(batch.token_ids):
             raise NanoinferError(f"num_new adds up to {sum(num_new)}, but there are {len(batch.token_ids)} token_ids")
+        shape = None if batch.previous is None else batch.previous.shape
+        if shape != ((len(batch.token_ids), self.config.n_embd) if self.config.mtp else None):
+            raise NanoinferError(f"hidden states {shape} for {len(batch.token_ids)} tokens: only mtp blocks need them")
         if batch.token_ids and not (min(batch.token_ids) >= 0 and max(batch.token_ids) < self.config.vocab_size):
             bad = next(t for t in batch.token_ids if not 0 <= t < self.config.vocab_size)
             raise NanoinferError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")

@@ -121,7 +121,8 @@ class TorchEngine(ModelEngine):
             copies, steps = self.states.step(batch.handles, batch.num_new)
             self._state_tensors.copy(copies)
             cache = WithStates(cache, self._state_tensors, steps, batch.num_new)
-        hidden = self.model.hidden(idx, pos, cache)  # (N, C)
+        previous = None if batch.previous is None else torch.from_numpy(batch.previous).to(self.device, self.dtype)
+        hidden = self.model.hidden(idx, pos, cache, previous=previous)  # (N, C)
         if batch.num_hidden == batch.num_new:
             return hidden
         return hidden[last_rows(batch.num_new, batch.num_hidden)]

@@ -1,5 +1,5 @@
 """The norms of a model, and what other families have in place of GPT-2's layers: rotary positions, gated MLPs,
-per-layer embeddings, rounded inputs.
+per-layer embeddings, rounded inputs; the input of a block that predicts a further token.
 
 A model that is GPT-2 uses the layer norm and nothing else of this.
 """
@@ -208,6 +208,27 @@ class AfterBlock(nn.Module):
         if layer_input is not None:
             x = x + self.post(self.c_proj(self.activation(self.c_gate(x)) * layer_input))
         return x if self.scale is None else x * self.scale
+
+
+class MTPInput(nn.Module):
+    """The input of a block that predicts the token after next (multi-token prediction; DeepSeek-V3, arXiv 2412.19437).
+
+    x_j = W_in [norm_e(e_j), norm_h(h_{j-1})]: e_j is the embedding of token j, h_{j-1} the model's final hidden state
+    after the token before it. From the block's output, the model's own head predicts token j + 1.
+
+    h is taken after the model's final norm, and the embedding stands first: so in vLLM (qwen3_next_mtp.py) and SGLang
+    (deepseek_nextn.py). llama.cpp's pull request 24025 measured it for Qwen3.5; ROCm/ATOM's 1764, for DeepSeek-R1,
+    cites that model's own code. A deeper proposal has the block's own final hidden state in place of h.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm_e, self.norm_h = make_norm(config), make_norm(config)
+        self.c_in = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, previous: Tensor) -> Tensor:
+        """Return the input of the block, (..., C), for embeddings x and hidden states `previous`, (..., C) each."""
+        return self.c_in(torch.cat((self.norm_e(x), self.norm_h(previous)), -1))  # type: ignore[no-any-return]
 
 
 def rounded(x: Tensor) -> Tensor:

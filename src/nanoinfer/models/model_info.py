@@ -56,6 +56,8 @@ class ModelInfo:
     """The pooling of embeddings."""
     has_head: bool = True
     """Whether it has an output head, and so generates text."""
+    has_mtp: bool = False
+    """Whether its files have a block that predicts a further token."""
 
     @property
     def weight_format(self) -> str:

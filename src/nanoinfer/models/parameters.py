@@ -15,6 +15,8 @@ LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 """Beginning of the name of a layer's parameter; the group is the layer's index."""
 CORRECTION = "correction.bias"
 """End of the name of what is added to scores where experts are chosen. It stays in float32, as its values are close."""
+SHARED = ("transformer.wte.weight", "lm_head.weight", "lm_head.bias")
+"""What a block that predicts a further token has of its model: the embedding and the output head."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -34,6 +36,10 @@ def shapes(config: ModelConfig) -> Shapes:
         parameters["transformer.per_layer.wte.weight"] = (config.vocab_size * config.n_layer, P)
         parameters["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
         parameters |= _norm(config, "transformer.per_layer.norm", P)
+    if config.mtp:
+        for norm in ("norm_e", "norm_h"):
+            parameters |= _norm(config, f"transformer.mtp.{norm}", C)
+        parameters["transformer.mtp.c_in.weight"] = (C, 2 * C)
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
         norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms}

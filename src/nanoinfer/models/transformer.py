@@ -37,6 +37,7 @@ from nanoinfer.models.layers import (
     ACTIVATIONS,
     AfterBlock,
     GatedMLP,
+    MTPInput,
     PerLayerEmbedding,
     Rotation,
     make_norm,
@@ -182,6 +183,7 @@ class Transformer(nn.Module):
             "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
             "ln_e": make_norm(config) if config.embedding_norm else None,
             "per_layer": PerLayerEmbedding(config) if config.per_layer_dim else None,
+            "mtp": MTPInput(config) if config.mtp else None,
             "h": nn.ModuleList(Block(config.at(i), dropout, kind) for i, kind in enumerate(self._kinds)),
             "ln_f": make_norm(config),
         }
@@ -208,7 +210,13 @@ class Transformer(nn.Module):
         return attend_through(cache, layer, spec)
 
     def hidden(
-        self, idx: Tensor, pos: Tensor, cache: KeyValues | None = None, *, run_block: RunBlock | None = None
+        self,
+        idx: Tensor,
+        pos: Tensor,
+        cache: KeyValues | None = None,
+        *,
+        run_block: RunBlock | None = None,
+        previous: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states, (..., C), in the weights' dtype.
 
@@ -218,9 +226,12 @@ class Transformer(nn.Module):
             cache: of keys and values, a `LayerCache` if layers are recurrent; None: idx, (B, T), are whole sequences
                 (`WholePrefix`).
             run_block: runs a whole block including attention; for engines that compile or replace blocks.
+            previous: hidden states for `MTPInput`, (..., C); None: the model has no such input.
         """
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
+        if previous is not None:
+            x = parts["mtp"](x, previous)
         rotations = self.rotations(pos, x.dtype)
         inputs = parts["per_layer"](idx, x) if self.config.per_layer_dim else None  # of the layers, (..., L, P)
         cache = WholePrefix(self.config) if cache is None else cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,20 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Free the state of all sequences. Works after an exception interrupted any other method."""
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """A drafter that reads the target's hidden states."""
+
+    def observe(self, sequences: Sequence[SamplerRow], first: int, rows: NDArray[np.float32]) -> None:
+        """Read the final hidden states after new tokens, from index `first` on, of sequences with the same tokens.
+
+        Args:
+            sequences: one, and its forks.
+            first: index of the first of the tokens; what was read from there on does not hold any more.
+            rows: (n, n_embd). They are valid during the call.
+        """
 
 
 class LookaheadRow:

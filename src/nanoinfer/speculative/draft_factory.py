@@ -24,6 +24,7 @@ from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
+from nanoinfer.speculative.mtp import NextTokens
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-PROMPT_LOOKUP = "prompt-lookup"
+PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
 LARGE_DRAFT = 1 << 25  # parameters: more than the last-level caches of most CPUs hold in int8
 PROMPT_SIZES = (16, 64, 256)  # tokens of the steps that are timed to estimate the prefill of a draft model
 COMPANIONS = {  # target -> its draft; wide:<model>:<preset> uses the draft of the model
@@ -108,16 +109,21 @@ class DraftFactory:
         target = self._target
         weights, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
         config = EngineConfig(quantization=quantization)
+        if name == MTP and not self._native_draft:
+            config = replace(config, engine="static")  # the engines of static shapes take no hidden states
         spec = registry.resolve(config, target.device, target.dtype)
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size
         room = limits_of_draft(limits, block_size)
-        engine = registry.build(spec, weights, config, target.device, room)
+        owner = self._engine if name == MTP and self._shares else None
+        engine = registry.build(spec, weights, config, target.device, room, owner)
         log.info("draft: %s on engine %s", name, spec.name)
         sizes = sorted({*(n for n in SIZES if n <= limits.max_num_seqs), *PROMPT_SIZES})
         times = measure_steps(engine, block_size, sizes=sizes)
-        return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
+        reading = measure_steps(engine, block_size, sizes=(1, *PROMPT_SIZES), max_logits=1)
+        kind = NextTokens if name == MTP else DraftModel
+        return kind(name, engine, choose_sampler(target.device), target.vocab_size, times, reading)
 
     def _load(self, name: str) -> tuple[Weights, str | None]:
         """Return the weights of a draft, with the target's context length if that is shortened; and a quantization."""
@@ -125,15 +131,41 @@ class DraftFactory:
         longest = self._config.max_model_len
         return weights.shortened(longest and min(longest, weights.config.block_size)), quantization
 
+    @property
+    def _native_draft(self) -> bool:
+        """Whether draft models run on engine `native`."""
+        return self._target.device == "cpu" and registry.ENGINES["native"].unavailable() is None
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a block for multi-token prediction can have the embedding and the head of the target's engine."""
+        return (self._target.engine == "native") == self._native_draft
+
+    def _open_mtp(self) -> tuple[Weights, str | None]:
+        target = self._target
+        mtp = load_model(target.source, dtype=target.dtype, seed=target.seed).take().mtp if target.has_mtp else None
+        if mtp is None:
+            raise NanoinferError(
+                f"draft='mtp': {target.source!r} has no block that predicts a further token: use auto or another draft"
+            )
+        weights = mtp(self._shares)
+        num_own = num_parameters(weights.config) - target.config.vocab_size * target.config.n_embd * (
+            2 - target.config.tie_word_embeddings if self._shares else 0
+        )
+        quantized = self._native_draft and not weights.block_formats
+        return weights, ("int4" if num_own > LARGE_DRAFT else "int8") if quantized else None
+
     def _open(self, name: str) -> tuple[Weights, str | None]:
         target, native = self._target, registry.ENGINES["native"]
+        if name == MTP:
+            return self._open_mtp()
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)
             _check_vocabulary(loaded, target)
             weights = loaded.take()
             if isinstance(weights, PackedWeights):
                 return weights, weights.quantization
-            if target.device != "cpu" or native.unavailable() is not None:
+            if not self._native_draft:
                 return weights, None
             return weights, "int4" if num_parameters(weights.config) > LARGE_DRAFT else "int8"
         how = name.removeprefix("self:")
@@ -154,7 +186,8 @@ class DraftFactory:
             return draft
         target = self._target.source
         source = target.split(":")[1] if target.startswith("wide:") else target
-        chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
+        own = MTP if self._target.has_mtp else PROMPT_LOOKUP
+        chosen = COMPANIONS.get(source.removeprefix("openai-community/"), own)
         log.info("draft=auto: %s", chosen)
         return chosen
 

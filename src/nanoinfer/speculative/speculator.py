@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
-from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
+from nanoinfer.speculative.base import Drafter, DraftRequest, HiddenReader, Proposal
 
 if TYPE_CHECKING:
     from nanoinfer.scheduling import sequence as scheduling
@@ -112,6 +112,7 @@ class Speculator:
     ) -> None:
         assert (speculate_k is None) != (costs is None)
         self.drafter, self.rule = drafter, rule
+        self.reads_hidden = isinstance(drafter, HiddenReader)
         self._fixed_k = speculate_k
         self._clock = clock
         self._adaptive = AdaptiveK(costs, drafter.estimate_sec) if costs is not None else None
@@ -134,6 +135,13 @@ class Speculator:
         draft_sec = self._clock() - start
         of = {cast("scheduling.Sequence", r.row): p for r, p in zip(requests, proposals, strict=True) if p.token_ids}
         return StepProposals(of, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
+
+    def observe(self, work: Sequence[ScheduledSequence], engine: Engine, batch: StepBatch) -> None:
+        """Let a drafter that reads hidden states read those of a step's new tokens."""
+        reader = cast(HiddenReader, self.drafter)
+        for w, rows in zip(work, engine.new_hidden(batch), strict=True):
+            first = w.sequence.start + engine.length(cast(Handle, w.sequence.handle)) - len(rows)
+            reader.observe([w.sequence, *w.forks], first, rows)
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""

@@ -13,9 +13,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from nanoinfer.engines.base import Engine, StepBatch
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_LOGITS = 1 << 30
 ALWAYS = 8  # sizes up to this are measured at least once, even beyond the budget
 RUNS = 9
 DEVICE_WARM_UPS = 2
@@ -105,10 +108,11 @@ def measure_steps(
     max_tokens: int,
     *,
     sizes: Sequence[int] = SIZES,
+    max_logits: int = MAX_LOGITS,
     clock: Callable[[], float] = time.perf_counter,
     budget_sec: float = BUDGET_SEC,
 ) -> StepTimes:
-    """Return the seconds of an engine's steps, with logits for every token: the median over rounds.
+    """Return the seconds of an engine's steps, with logits for every token or `max_logits`: the median over rounds.
 
     Each round runs all sizes, so that a change in the machine's speed affects all of them.
 
@@ -116,6 +120,7 @@ def measure_steps(
         engine: with room for one more sequence, which is closed afterwards.
         max_tokens: largest step to measure; the context length is a limit too.
         sizes: numbers of tokens of the steps to measure, ascending.
+        max_logits: rows of logits of a step, at most.
         clock: seconds.
         budget_sec: time after which only the first run of each small size (ALWAYS) is done. Warm-up on a GPU does not
             count.
@@ -125,8 +130,9 @@ def measure_steps(
     handle = engine.open()
 
     def timed(n: int) -> tuple[float, bool]:
-        batch = StepBatch()
-        batch.add(handle, [0] * n, num_logits=n)
+        previous = np.zeros((n, engine.config.n_embd), np.float32) if engine.config.mtp else None
+        batch = StepBatch(previous=previous)
+        batch.add(handle, [0] * n, num_logits=min(n, max_logits))
         start = clock()
         on_device = _wait(engine.extend(batch))
         sec = clock() - start

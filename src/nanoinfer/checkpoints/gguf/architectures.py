@@ -166,8 +166,9 @@ def _sizes(m: Metadata, hybrid: bool) -> dict[str, Any]:
 def _num_layers(m: Metadata) -> int:
     """Return the number of layers, after comparing it with the tensors: the config has an entry for each layer."""
     layers = {name.split(".")[1] for name in m.tensors if name.startswith("blk.")}
-    count = m.int_("block_count") - m.integer(m.key("nextn_predict_layers"), 0, 0)  # which model.py leaves out
-    if count != len(layers):
+    further = m.integer(m.key("nextn_predict_layers"), 0, 0)  # of which model.py leaves out all but the first
+    count = m.int_("block_count") - further
+    if len(layers) not in (count, count + min(further, 1)):
         raise m.error(m.key("block_count"), f"is not the number of layers that the file has: {len(layers)}")
     return count
 

@@ -49,6 +49,12 @@ log = logging.getLogger("nanoinfer")
 _LLAMA3_CONTEXT = 8192
 _OTHER_PARTS = {"v.": "images", "mm.": "images", "a.": "sound", "cls": "classes"}
 """Beginnings of the names of tensors that are not the language model's -> what they are for."""
+_NEXT = {
+    "blk.{}.nextn.eh_proj.": "mtp_in.", "blk.{}.nextn.enorm.": "mtp_norm_e.", "blk.{}.nextn.hnorm.": "mtp_norm_h.",
+    "blk.{}.nextn.shared_head_norm.": "output_norm.", "blk.{}.nextn.shared_head_head.": "",
+    "blk.{}.nextn.embed_tokens.": "", "blk.{}.": "blk.0.",
+}  # fmt: skip
+"""`Family.mtp`: llama.cpp's names of the block after the last layer."""
 _EACH_EXPERT = {f"mlp.experts.c_{ours}": f"ffn_{theirs}.{{}}" for ours, theirs in
                 (("gate", "gate"), ("fc", "up"), ("proj", "down"))}  # fmt: skip
 """Names in files of 2023 and early 2024."""
@@ -90,7 +96,7 @@ def _without_other_parts(file: GGUFFile, where: str, arch: str) -> GGUFFile:
     total, further = (file.metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     if type(total) is int and type(further) is int and 0 < further < total:
         layers = {name: re.match(r"blk\.(\d{1,9})\.", name) for name in file.tensors}
-        extra = [name for name, layer in layers.items() if layer and total - further <= int(layer[1]) < total]
+        extra = [name for name, layer in layers.items() if layer and total - further < int(layer[1]) < total]
         purpose |= dict.fromkeys(extra, "the prediction of further tokens")
     if not purpose:
         return file
@@ -217,5 +223,5 @@ def stored_family(config: ModelConfig, layout: Architecture, stored: Container[s
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
         recurrent=layout.recurrent, folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
-        from_stored=Family.from_stored,
+        from_stored=Family.from_stored, mtp=_NEXT,
     )  # fmt: skip

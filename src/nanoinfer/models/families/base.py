@@ -7,7 +7,7 @@ docs/adding-a-family.md goes through one. The source of each is transformers, mo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -101,6 +101,9 @@ class Family:
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
     recurrent: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """`names` of the parts that differ in recurrent layers."""
+    mtp: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of the names of tensors of the block that predicts a further token ({}: the number of layers) -> that
+    in a model with one layer and MTP_NAMES; empty: of a copy of embedding or head. The first that fits counts."""
     from_stored: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda config, stored: stored
     """Return a model's stored tensors with those that `names` has in place of others. Raises NanoinferError."""
 
@@ -179,6 +182,14 @@ class Family:
         parts = (*self.names["attn.c_attn"][1:], self.names.get("attn.k_norm")) if layers else ()
         return {f"{self.layer.format(i)}{part}{end}" for i in layers for part in parts for end in (".weight", ".bias")}
 
+    def mtp_names(self, config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
+        """Return the stored names of the block that predicts a further token, and those in a model of its own."""
+        if config.latent is not None and not config.latent.further_layers:
+            return {}
+        starts = {theirs.format(config.n_layer): ours for theirs, ours in self.mtp.items()}
+        found = ((name, next((start for start in starts if name.startswith(start)), None)) for name in stored)
+        return {n: starts[start] and starts[start] + n[len(start) :] for n, start in found if start is not None}
+
     def _table(self) -> list[tuple[str, tuple[Any, ...]]]:
         return [(theirs, (ours,) if isinstance(ours, str) else ours) for theirs, ours in self.fields.items()]
 
@@ -208,6 +219,8 @@ class Family:
         return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 
 
+MTP_NAMES = {"mtp.c_in": "mtp_in", "mtp.norm_e": "mtp_norm_e", "mtp.norm_h": "mtp_norm_h"}
+"""`Family.names` of the input of a block that predicts a further token."""
 FOLDED_HEADS: dict[str, Callable[[ModelConfig], int]] = {
     "attn.q_norm": lambda config: config.head_dim,
     "attn.k_norm": lambda config: config.head_dim,

@@ -231,6 +231,7 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
     return write_layers(config) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
+_NEXT = "model.layers.{}."
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     model_type="deepseek_v3",
@@ -238,6 +239,11 @@ DEEPSEEK_V3 = replace(
     only=ONLY | {"rope_interleave": (True,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     read_layers=_read_v3,
     write_layers=_write_v3,
-)
+    mtp={
+        f"{_NEXT}eh_proj.": "mtp_in.", f"{_NEXT}enorm.": "mtp_norm_e.", f"{_NEXT}hnorm.": "mtp_norm_h.",
+        f"{_NEXT}shared_head.norm.": "model.norm.", f"{_NEXT}shared_head.head.": "", f"{_NEXT}embed_tokens.": "",
+        _NEXT: "model.layers.0.",
+    },
+)  # fmt: skip
 """DeepSeek-V3, R1, Moonlight and GLM-4.7-Flash: DeepSeek-V2 with experts that are chosen by sigmoids plus a correction.
 """

@@ -70,8 +70,7 @@ def _gate_last(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
 
 
 def without_drafts(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors without the block that predicts a further token, and convolutions as matrices."""
-    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
+    """Return the tensors, convolutions as matrices."""
     return stored | {n: t.merged() for n, t in stored.items() if n.endswith(_CONVOLUTIONS) and len(t.shape) == 3}
 
 
@@ -82,6 +81,10 @@ _IN_PROJ: Mapping[str, str | tuple[str, ...]] = {
     "attn.conv": "linear_attn.conv1d.weight",
     **{ours: f"linear_attn.{theirs}" for ours, theirs in _STATES.items()},
 }
+_MTP = {
+    "mtp.fc.": "mtp_in.", "mtp.pre_fc_norm_embedding.": "mtp_norm_e.", "mtp.pre_fc_norm_hidden.": "mtp_norm_h.",
+    "mtp.norm.": "model.norm.", "mtp.layers.0.": "model.layers.0.",
+}  # fmt: skip
 QWEN3_5 = LLAMA.derive(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -95,6 +98,7 @@ QWEN3_5 = LLAMA.derive(
     recurrent=_IN_PROJ,
     order=_gate_last,
     from_stored=without_drafts,
+    mtp=_MTP,
     written=False,
 )
 """Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
@@ -133,6 +137,7 @@ QWEN3_5_MOE = QWEN3_5.derive(
     order=_gate_last,
     fused=experts.STACKED,
     from_stored=without_drafts,
+    mtp=_MTP,
     written=False,
 )
 """Qwen3.5 with a mixture of experts in every layer."""

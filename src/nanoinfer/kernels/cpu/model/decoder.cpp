@@ -189,7 +189,7 @@ ModelWeights weights_of(DecoderShape shape, const DecoderOptions& options) {
 
 }  // namespace
 
-Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
+Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, const Decoder* owner)
     : formats_(options.formats),
       model_(weights_of(given, options)),
       kernels_(kernels_for(options.isa)),
@@ -199,21 +199,34 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
   const DecoderShape& shape = model_.shape;
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
-  add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
+  if (owner) {
+    const DecoderShape& other = owner->model_.shape;
+    require(other.vocab_size == shape.vocab_size && other.n_embd == C && other.tied == shape.tied,
+            "the owner of the embedding must have the same vocab_size, n_embd and tied");
+    model_.wte = owner->model_.wte;
+    model_.lm_head = owner->model_.lm_head;
+  } else {
+    add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
+  }
   if (shape.learned_positions) {
     model_.wpe.resize(shape.block_size * C);
     slots_["transformer.wpe.weight"] = {.vector = model_.wpe.data(), .rows = shape.block_size, .columns = C};
   }
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
   if (shape.per_layer_dim) add_layer_inputs();
+  if (shape.mtp) {
+    add_norm("transformer.mtp.norm_e", model_.mtp_e, C);
+    add_norm("transformer.mtp.norm_h", model_.mtp_h, C);
+    add_matrix("transformer.mtp.c_in", model_.mtp_in, C, 2 * C, /*with_bias=*/false);
+  }
   for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", i);
   add_norm("transformer.ln_f", model_.ln_f, C);
-  if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
+  if (!shape.tied && !owner) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/true);
   if (!options.packed) panels_ = Buffer(panel_bytes_);
   vectors_ = Buffer(vector_floats_ * sizeof(float));
   std::int64_t panel_bytes = 0, outputs = 0;
   for (Slot* slot : matrices_) place(*slot, panel_bytes, outputs);
-  if (shape.tied) model_.lm_head = model_.wte;
+  if (shape.tied && !owner) model_.lm_head = model_.wte;
 }
 
 void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
@@ -521,6 +534,8 @@ void Decoder::extend(const Step& step, float* logits) {
       row.few = n <= kMaxPending;
       row.empty = j == 0 && empty.count(row.state);
     }
+    for (std::int64_t j = 0; j < n && step.previous; ++j)
+      rows[rows.size() - n + j].previous = step.previous + (rows.size() - n + j) * model_.shape.n_embd;
     cache_.append(step.handles[i], n);  // no other code advances positions
   }
   pass_.run(threads, rows, logits, logits_stride());

@@ -42,7 +42,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(qkv_dim);
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
-  const std::int64_t in = std::max({s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
+  const std::int64_t in = std::max({(1 + s.mtp) * s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
   input_stride_ = padded(in);
   scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), in));
   angle_stride_ = 0;
@@ -89,6 +89,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
     row_steps_.clear();
     embed();
     if (model_.shape.per_layer_dim) make_layer_inputs();
+    if (model_.shape.mtp) join_previous();
     const std::int64_t with_keys = layers_with_keys();
     for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) {
       if (l == with_keys && keep_rows_with_hidden(threads, rows.data() + row, count) == 0) break;
@@ -243,6 +244,19 @@ void ForwardPass::embed_row(std::int64_t r) const {
       cosines[padded(half) + i] = s.rotary_factors[f] * std::sin(angle);
     }
   }
+}
+
+// The input of a block that predicts a further token: a product of its token's embedding and of the hidden state before, each after
+// a norm.
+void ForwardPass::join_previous() {
+  add_rows(&PartSeconds::others, [this](int rank, std::int64_t r) {
+    const std::int64_t C = model_.shape.n_embd;
+    float* y = scratch_ + rank * scratch_stride_;
+    norm(model_.mtp_e, x_ + r * x_stride_, C, y);
+    norm(model_.mtp_h, rows_[r].previous, C, y + C);
+    prepare_row(y, model_.mtp_in, rank, r);
+  });
+  multiply(model_.mtp_in, x_, x_stride_, Epilogue::store);
 }
 
 void ForwardPass::layer(std::int64_t index) {

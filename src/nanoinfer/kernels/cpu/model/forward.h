@@ -103,6 +103,7 @@ struct DecoderShape {
   std::vector<LayerShape> layers;     // empty: all have the sizes above
   std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
   StateShape recurrence;              // of the recurrent layers
+  bool mtp = false;                   // the input is a product of an embedding and a hidden state (models/layers.py, MTPInput)
 
   // Latent attention (latent.h), in all layers: head_dim is latent_turned + latent_rank, and n_kv_head is 1.
   std::int64_t latent_rank = 0;       // width of the latent of keys and values, 0: there is none
@@ -159,6 +160,8 @@ struct ModelWeights {
   NormWeights value_norm;          // ones and zeros, where a layer normalises values
   Matrix inputs_wte{}, inputs_in{};  // per-layer embeddings: (vocab_size * n_layer, per_layer_dim), (n_layer * per_layer_dim, C)
   NormWeights inputs_norm;
+  Matrix mtp_in{};                   // (C, 2 C), of a model with `mtp`
+  NormWeights mtp_e, mtp_h;          // of its embeddings and of the hidden states
   std::vector<LayerWeights> layers;
 };
 
@@ -171,6 +174,7 @@ struct Row {
   std::int64_t num_pending = 0;  // tokens to apply to the states before this one
   bool few = false;          // whether the sequence has at most kMaxPending new tokens
   bool empty = false;        // whether its row of states has not been written: it counts as zeros
+  const float* previous = nullptr;  // of a model with `mtp`: (n_embd)
 };
 
 // Seconds spent in each part of the model since the decoder was created.
@@ -234,6 +238,7 @@ class ForwardPass {
   void mlp_hidden(std::int64_t index);
   void mlp_output(std::int64_t index);
   void make_layer_inputs();
+  void join_previous();
   void after_layer(std::int64_t index);
   void latent_queries(const LayerWeights& w);
   void latent_values(const LayerWeights& w);

@@ -1,0 +1,104 @@
+"""Models with a block that predicts the token after next: random ones with transformers' layers, and right ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from helpers.families import make_config, make_folder, random_model
+from helpers.models import edit_config
+
+NAMES = {
+    "qwen3_5": ("mtp.layers.0.", "mtp.norm.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+    "deepseek_v3": tuple(
+        f"model.layers.4.{part}" for part in ("", "shared_head.norm.", "eh_proj", "enorm", "hnorm")
+    ),
+}  # fmt: skip
+NAMES["qwen3_5_moe"] = NAMES["qwen3_5"]
+
+
+@dataclass
+class WithBlock:
+    """A folder of a target with a block."""
+
+    folder: Path
+    target: Any
+    """The model of transformers."""
+    expected: Callable[[Tensor, Tensor], Tensor]
+    """(token ids, hidden states before them), (T) and (T, C) -> the block's logits, (T, V)."""
+
+
+def make_mtp_folder(case: str, folder: Path) -> WithBlock:
+    """Write a random target with a random block to a folder."""
+    target = make_folder(case, folder)
+    config = make_config(case)
+    config.num_hidden_layers = 1
+    if case == "deepseek_v3":
+        config.first_k_dense_replace = 0
+        edit_config(folder, num_nextn_predict_layers=1)
+    else:
+        config.layer_types = ["full_attention"]
+    block = random_model(config)
+    block.save_pretrained(folder / "block")
+    generator, size = torch.Generator().manual_seed(5), config.hidden_size
+    one = 0.0 if case.startswith("qwen") else 1.0
+    norm_e, norm_h = (torch.randn(size, generator=generator) * 0.3 + one for _ in range(2))
+    c_in = torch.randn(size, 2 * size, generator=generator) * 0.3
+    layer, norm, *inputs = NAMES[case]
+    tensors = load_file(folder / "model.safetensors")
+    for name, t in load_file(folder / "block" / "model.safetensors").items():
+        for theirs, ours in (("model.layers.0.", layer), ("model.norm.", norm)):
+            if name.startswith(theirs):
+                tensors[ours + name.removeprefix(theirs)] = t
+    tensors |= {f"{name}.weight": t for name, t in zip(inputs, (c_in, norm_e, norm_h), strict=True)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        offset = 1.0 - one
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + offset, config.rms_norm_eps)
+
+    def expected(ids: Tensor, previous: Tensor) -> Tensor:
+        embedded = target.model.embed_tokens(ids)
+        x = torch.cat((normed(embedded, norm_e), normed(previous, norm_h)), -1) @ c_in.T
+        hidden = block.model(inputs_embeds=x[None]).last_hidden_state[0]
+        return target.lm_head(hidden)  # type: ignore[no-any-return]
+
+    return WithBlock(folder, target, expected)
+
+
+def make_right(made: WithBlock, folder: Path, reads: str) -> Path:
+    """Write a model of the same shape that continues t with t + 1, and whose block is right by what it reads.
+
+    Embeddings are rotated by the same angles from each token to the next; the layers add nothing. The block's input is
+    the embedding of its token (reads="token"), or the hidden state of the token before it, rotated once ("hidden").
+    """
+    shutil.copytree(made.folder, folder)
+    case = "deepseek_v3" if "deepseek" in made.target.config.model_type else "qwen3_5"
+    tensors = load_file(folder / "model.safetensors")
+    vocab, size = tensors["model.embed_tokens.weight"].shape
+    angles = torch.arange(1, size // 2 + 1, dtype=torch.float64) * 2 * torch.pi / vocab
+    turn = torch.block_diag(*(torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]]) for a in angles)).float()
+    rows = [torch.tensor([1.0, 0.0] * (size // 2))]
+    while len(rows) < vocab:
+        rows.append(turn @ rows[-1])
+    _, norm, c_in, norm_e, norm_h = NAMES[case]
+    for name, t in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            tensors[name] = torch.zeros_like(t)
+    one = torch.full((size,), 0.0 if case == "qwen3_5" else 1.0)
+    tensors |= {
+        name: one.clone() for name in ("model.norm.weight", f"{norm}weight", f"{norm_e}.weight", f"{norm_h}.weight")
+    }
+    nothing = torch.zeros(size, size)
+    tensors[f"{c_in}.weight"] = torch.cat((torch.eye(size), nothing) if reads == "token" else (nothing, turn), 1)
+    tensors["model.embed_tokens.weight"] = torch.stack(rows)
+    tensors["lm_head.weight"] = torch.stack([*rows[-1:], *rows[:-1]])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
