@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, write_gguf
+from helpers.gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, rewritten, write_gguf
 from helpers.models import load_gpt, refuses
 
 transformers = pytest.importorskip("transformers")
@@ -253,15 +253,6 @@ def test_keys_that_ask_for_nothing(case: str, key: dict[str, Any], tmp_path: Pat
     plain = gguf.open_file(convert(model, tmp_path / "a.gguf"))[0].config
     keys = {f"{arch}.{name}": value for name, value in key.items()}
     assert gguf.open_file(convert(model, tmp_path / "b.gguf", **keys))[0].config == plain
-
-
-def rewritten(path: Path, change: Any, **metadata: Any) -> Path:
-    """Write a file again after `change(tensors)`, with other metadata; None removes a key."""
-    file = read_gguf(path)
-    tensors = {name: as_f32(t.read().float32()) for name, t in file.tensors.items()}
-    change(tensors)
-    found = {key: value for key, value in (file.metadata | metadata).items() if value is not None}
-    return write_gguf(path, found, tensors)
 
 
 def test_a_granite_may_have_the_keys_of_its_hybrids(tmp_path: Path) -> None:

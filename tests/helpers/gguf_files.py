@@ -82,6 +82,17 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, Stored],
     return path
 
 
+def rewritten(path: Path, change: Any, **metadata: Any) -> Path:
+    """Write a file again after `change(tensors)`, with other metadata; None removes a key."""
+    from nanoinfer.checkpoints.gguf.file import read_gguf
+
+    file = read_gguf(path)
+    tensors = {name: as_f32(t.read().float32()) for name, t in file.tensors.items()}
+    change(tensors)
+    found = {key: value for key, value in (file.metadata | metadata).items() if value is not None}
+    return write_gguf(path, found, tensors)
+
+
 def tiny_gguf(
     path: Path, rows: int = 8, metadata: dict[str, Any] | None = None, tensor: str | None = None, **tokenizer: Any
 ) -> Path:

@@ -33,6 +33,10 @@ class WithBlock:
     """The model of transformers."""
     expected: Callable[[Tensor, Tensor], Tensor]
     """(token ids, hidden states before them), (T) and (T, C) -> the block's logits, (T, V)."""
+    block: Any
+    """A model of transformers whose layer and final norm are the block's."""
+    inputs: tuple[Tensor, Tensor, Tensor]
+    """(C, 2 C), and the weights of the norms of embeddings and of hidden states."""
 
 
 def make_mtp_folder(case: str, folder: Path) -> WithBlock:
@@ -70,7 +74,7 @@ def make_mtp_folder(case: str, folder: Path) -> WithBlock:
         hidden = block.model(inputs_embeds=x[None]).last_hidden_state[0]
         return target.lm_head(hidden)  # type: ignore[no-any-return]
 
-    return WithBlock(folder, target, expected)
+    return WithBlock(folder, target, expected, block, (c_in, norm_e, norm_h))
 
 
 def make_right(made: WithBlock, folder: Path, reads: str) -> Path:

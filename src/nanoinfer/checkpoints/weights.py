@@ -144,12 +144,9 @@ def check(
         )
     stored = family.from_stored(config, _with_parts(stored, config, family))
     _check_layers(config, stored, source, family)
-    unused = family.unread(config)
+    unused, rows = family.unread(config), config.vocab_size
     stored = {name: tensor for name, tensor in stored.items() if name not in unused}
-    head_name, embedding = (
-        family.recipe(config, name, config.vocab_size).parts[0][0]
-        for name in ("lm_head.weight", "transformer.wte.weight")
-    )
+    embedding, head_name = (family.recipe(config, name, rows).parts[0][0] for name in SHARED[:2])
     if config.tie_word_embeddings and head_name in stored and embedding not in stored:
         stored[embedding] = stored.pop(head_name)  # as in transformers
     tensors: Tensors = {}
@@ -159,26 +156,18 @@ def check(
         tensors[name] = _assemble(recipe, shape, stored, source)
         used.update(theirs for theirs, _ in recipe.parts)
     head = stored.get(head_name) if config.tie_word_embeddings else None
-    if extra := sorted(stored.keys() - used - ({head_name} if head else set())):
-        names = ", ".join(f"{name!r:.80}" for name in extra[:3])
-        raise NanoinferError(f"{source}: {len(extra)} tensors are not part of the model: {names}")
-    for name, tensor in stored.items():
-        if tensor.dtype not in ITEM_BYTES:
-            kind = escaped(tensor.dtype, 40)
-            where = escaped(tensor.file.path)
-            raise NanoinferError(f"{where}: tensor {name} is {kind}: weights must be one of {', '.join(ITEM_BYTES)}")
+    _check_tensors(stored, used | ({head_name} if head else set()), source)
     if head is not None and not _equal(head, tensors["transformer.wte.weight"]):
         log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding: it is used", source, head_name)
-        return check(replace(config, tie_word_embeddings=False), original, source, dtype, family)  # as in transformers
+        untied = replace(config, tie_word_embeddings=False)
+        return check(untied, original, source, dtype, family, unread)  # as in transformers
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items() if name not in unread)  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if has_format(name, tensor.shape)}
     blocks = {name: kind for name, kind in formats.items() if kind is not None}
     blocks = _with_shared_inputs(_in_one_format(blocks, tensors, source), config)
     sizes = {tensor.file.path: tensor.file.size for tensor in stored.values()}
-    ours = {new: original[name] for name, new in mtp.items() if new}
-    ours |= {name: original[name] for name in (embedding, head_name) if name in original}
-    alone = replace(family, names=dict(family.names) | MTP_NAMES, mtp={})
-    block = partial(_check_mtp, config, ours, source, dtype, alone)
+    ours = {name: name for name in (embedding, head_name) if name in original} | mtp
+    block = partial(_check_mtp, config, {ours[name]: original[name] for name in ours}, source, dtype, family)
     return Weights(
         config, dtype, read, stored_dtype=main_dtype(stored), block_formats=blocks, file_bytes=sum(sizes.values()),
         mtp=block if mtp else None,
@@ -190,10 +179,23 @@ def _check_mtp(
 ) -> Weights:
     """Return the block that predicts a further token (`Weights.mtp`). Raises NanoinferError as `check`."""
     kind = next((kind for kind in reversed(config.layers) if not kind.recurrent), None)
-    layers = () if kind is None else (kind,)
-    block = replace(config, n_layer=1, layers=layers, recurrence=None, mtp=True)
+    block = replace(config, n_layer=1, layers=() if kind is None else (kind,), recurrence=None, mtp=True)
+    family = replace(family, names=dict(family.names) | MTP_NAMES, mtp={})
     with about("draft='mtp'"):
-        return check(block, stored, source, dtype, family, SHARED if shared else ())
+        named = {name: tensor for name, tensor in stored.items() if name}  # the others are copies
+        return check(block, named, source, dtype, family, SHARED if shared else ())
+
+
+def _check_tensors(stored: Mapping[str, StoredTensor], used: set[str], source: str) -> None:
+    """Raise NanoinferError if a tensor is not used, or has a dtype that weights do not have."""
+    if extra := sorted(stored.keys() - used):
+        names = ", ".join(f"{name!r:.80}" for name in extra[:3])
+        raise NanoinferError(f"{source}: {len(extra)} tensors are not part of the model: {names}")
+    for name, tensor in stored.items():
+        if tensor.dtype not in ITEM_BYTES:
+            kind = escaped(tensor.dtype, 40)
+            where = escaped(tensor.file.path)
+            raise NanoinferError(f"{where}: tensor {name} is {kind}: weights must be one of {', '.join(ITEM_BYTES)}")
 
 
 def _with_parts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> dict[str, StoredTensor]:

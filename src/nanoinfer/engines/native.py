@@ -66,7 +66,8 @@ class NativeEngine(Sequences):
         super().__init__(weights.config, limits, config)
         try:
             options = decoder_options(weights, limits, config)
-            self._decoder: Any = Decoder(options, None if owner is None else owner._decoder)
+            self.decoder: Any = Decoder(options, None if owner is None else owner.decoder)
+            self._decoder = self.decoder
             _warn_of_another_cpu(self.isa)
             self._load(replace(weights, block_formats=options.formats))
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
