@@ -189,7 +189,7 @@ class Latent:
     norm_epsilon: float = 1e-6
     """Constant in the norms of the latents."""
     further_layers: int = field(default=0, compare=False)
-    """Layers after the last one in a folder, which predict further tokens. They are not read."""
+    """Layers after the last one in a folder, which predict further tokens."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "rotary_dim", "plain_dim", "value_dim"):
@@ -387,16 +387,14 @@ class ModelConfig:
     attention_gate: bool = False
     """Whether attention's output is multiplied by the sigmoid of a projection of the layer's input."""
     mtp: bool = False
-    """Whether the model is a block that predicts a further token of another model (multi-token prediction): its input
-    is made of a token's embedding and of that model's hidden state after the token before (models/layers.py)."""
+    """Whether the model is a block that predicts a further token of another model (`MTPInput` in models/layers.py)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         require_int("n_layer", self.n_layer, 1, MAX_LAYERS)
         require_int("per_layer_dim", self.per_layer_dim, 0, 2**31 - 1)
-        if self.n_inner is not None:
-            require_int("n_inner", self.n_inner, 1, 2**31 - 1)
+        require_int("n_inner", self.mlp_dim, 1, 2**31 - 1)
         self._check_heads()
         self._check_biases()
         for name, choices in CHOICES.items():
