@@ -29,6 +29,7 @@ THEIRS = NAMES | {
     "conv.out_proj": "shortconv.out_proj",
     "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output",
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
 }  # fmt: skip
 IDS = [(7 * i * i + 3 * i) % 61 for i in range(40)]
 
@@ -48,7 +49,7 @@ def tiled(values: np.ndarray, config: Any, part: str) -> np.ndarray:
 def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
     """Write a model of transformers' as a GGUF file; what is multiplied with tokens is stored by `store`."""
     config, tensors = model.config, {}
-    delta = config.model_type != "lfm2"
+    delta = config.model_type.startswith("qwen")
     for name, p in model.state_dict().items():
         values = p.detach().numpy()
         layer, _, base = name.removeprefix("model.layers.").partition(".") if ".layers." in name else ("", "", name)
@@ -60,6 +61,9 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
             tensors |= {
                 f"{prefix}ffn_{kind}_exps.weight": store(half) for kind, half in zip(kinds, halves, strict=True)
             }
+            continue
+        if suffix == "expert_bias":
+            tensors[f"{prefix}exp_probs_b.bias"] = as_f32(values)
             continue
         if suffix in ("A_log", "dt_bias"):
             values = tiled(-np.exp(values) if suffix == "A_log" else values, config, suffix)
@@ -80,17 +84,24 @@ def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
 
 def metadata(config: Any) -> dict[str, Any]:
     """Return the metadata that llama.cpp's converter writes."""
-    arch = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2"}[config.model_type]
+    arch = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe"}[
+        config.model_type
+    ]
     attention = [kind == "full_attention" for kind in config.layer_types]
     keys: dict[str, Any] = {
         "context_length": 96, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
         "attention.head_count": 4, "rope.freq_base": config.rope_parameters["rope_theta"],
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
     }  # fmt: skip
-    if arch == "lfm2":
+    if arch.startswith("lfm2"):
         keys |= {"shortconv.l_cache": config.conv_L_cache, "attention.layer_norm_rms_epsilon": config.norm_eps}
         keys |= {"attention.head_count_kv": np.array([2 * i for i in attention], np.int32), "vocab_size": 61}
-        return named(arch, keys | {"feed_forward_length": 256})  # `block_multiple_of`
+        if arch == "lfm2":
+            return named(arch, keys | {"feed_forward_length": 256})  # `block_multiple_of`
+        keys |= {"feed_forward_length": config.intermediate_size, "expert_gating_func": 2}
+        keys |= {"leading_dense_block_count": config.num_dense_layers, "expert_count": config.num_experts}
+        keys |= {"expert_weights_scale": config.routed_scaling_factor, "expert_used_count": config.num_experts_per_tok}
+        return named(arch, keys | {"expert_feed_forward_length": config.moe_intermediate_size})
     keys |= {
         "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
@@ -114,13 +125,13 @@ def named(arch: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"])
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Of heads that share a key and are not side by side, decays, convolutions and gates in their order."""
     model = make_folder(case, tmp_path / "hf")
     weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf"))
     expected = model(torch.tensor([IDS])).logits
-    bound = 1e-4 if case == "lfm2" else 5e-4
+    bound = 1e-4 if case.startswith("lfm2") else 5e-4
     torch.testing.assert_close(load_gpt(weights)(torch.tensor([IDS])), expected, rtol=bound, atol=bound)
 
 

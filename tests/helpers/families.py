@@ -339,6 +339,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_d_conv": 4, "mamba_d_head": "auto", "residual_multiplier": 0.5},
     ),
     "lfm2": ("Lfm2Config", _HYBRID | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        _HYBRID | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_experts": 6}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.3},
+    ),
 }  # fmt: skip
 """Models with recurrent layers (tests/engines/test_recurrent.py)."""
 
@@ -409,6 +414,6 @@ def random_model(config: Any) -> Any:
         for name, p in model.named_buffers():
             if name.endswith("layer_scalar"):
                 p.uniform_(0.6, 1.2)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 p.copy_(torch.randn_like(p) * 0.3)
     return model

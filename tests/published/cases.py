@@ -172,6 +172,10 @@ CASES: dict[str, Case] = {
     "LFM2 1.2B": Case(
         "lfm2", LFM2 | TIED, "npm/llama3_1", "lfm2", (), "LFM2.5-Instruct.jinja", added=("<|im_start|>", "<|im_end|>"),
     ),
+    "LFM2 8B-A1B": Case(
+        "lfm2_moe", LFM2 | TIED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.0}, "npm/llama3_1",
+        "lfm2", (), "LFM2-8B-A1B.jinja", added=("<|im_start|>", "<|im_end|>"),
+    ),
     "Gemma 2B": Case(
         "gemma", GEMMA | {"hidden_act": "gelu_pytorch_tanh"}, "npm/gemini", None, ("<eos>", "<end_of_turn>"),
     ),

@@ -208,6 +208,13 @@ def _qwen35_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return hybrid.delta(m, shape) | _experts(m, shape)
 
 
+def _lfm2_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    m.only(m.key("expert_gating_func"), 2)  # sigmoids
+    m.only(m.key("expert_weights_norm"), True)
+    counts = {"num_experts": m.int_("expert_count"), "num_experts_per_tok": m.int_("expert_used_count")}
+    return hybrid.lfm2(m, shape) | counts
+
+
 def _gpt_oss(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file lacks: every second layer has a window, the first one included."""
     width = m.int_("expert_feed_forward_length", shape["intermediate_size"])
@@ -342,6 +349,8 @@ _SHARED = (_WIDTH, Row("expert_shared_feed_forward_length", "shared_expert_inter
 _WINDOW = Row("attention.sliding_window", "sliding_window", int)
 _CAP = Row("final_logit_softcapping", "final_logit_softcapping", default=None)
 _CAPS = (Row("attn_logit_softcapping", "attn_logit_softcapping", default=None), _CAP)
+_SCALE = Row("expert_weights_scale", "routed_scaling_factor", default=1.0)
+_DENSE = Row("leading_dense_block_count", "num_dense_layers", int, default=0, low=0)
 _DEEPSEEK = (
     Row("attention.kv_lora_rank", "kv_lora_rank", int),
     Row("attention.q_lora_rank", "q_lora_rank", int, default=None),
@@ -349,9 +358,9 @@ _DEEPSEEK = (
     Row("expert_used_count", "num_experts_per_tok", int),
     _WIDTH,
     Row("expert_shared_count", "n_shared_experts", int),
-    Row("expert_weights_scale", "routed_scaling_factor", default=1.0),
+    _SCALE,
     Row("expert_weights_norm", "norm_topk_prob", bool, default=False),
-    Row("leading_dense_block_count", "first_k_dense_replace", int, default=0, low=0),
+    replace(_DENSE, field="first_k_dense_replace"),
 )
 _QWEN35 = Architecture(
     "qwen3_5_text", hybrid.delta, hybrid.DELTA_ROWS, partial=True, added_to_norms=1.0,
@@ -373,6 +382,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_qwen35_moe, rows=(*_QWEN35.rows, *_SHARED)),
     "lfm2": Architecture(
         "lfm2", hybrid.lfm2, hybrid.CONVOLUTION_ROWS, names={"ln_f": "token_embd_norm"}, recurrent=hybrid.CONVOLUTION
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _lfm2_moe,
+        (*hybrid.CONVOLUTION_ROWS, _WIDTH, _SCALE, _DENSE),
+        names={"ln_f": "token_embd_norm", "mlp.correction": "exp_probs_b"},
+        recurrent=hybrid.CONVOLUTION,
     ),
     "qwen3vlmoe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "olmoe": Architecture("olmoe", _olmoe),

@@ -144,24 +144,27 @@ QWEN3_5_MOE = QWEN3_5.derive(
 
 
 def _read_lfm2(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    indices = f.get("full_attn_idxs")
-    everywhere = [*range(config.n_layer)] if indices is None else indices
-    if not isinstance(everywhere, list):
-        raise f.error("full_attn_idxs", "is not a list of layers")
-    default = ["full_attention" if i in everywhere else "conv" for i in range(config.n_layer)]
     width = f.integer("block_ff_dim", config.mlp_dim)
     if f.flag("block_auto_adjust_ff_dim", True):
         multiple = f.integer("block_multiple_of", 256)
         width = int(f.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
         width = -(-width // multiple) * multiple
+    return _read_convolutions(f, config) | {"n_inner": width}
+
+
+def _read_convolutions(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    indices = f.get("full_attn_idxs")
+    everywhere = [*range(config.n_layer)] if indices is None else indices
+    if not isinstance(everywhere, list):
+        raise f.error("full_attn_idxs", "is not a list of layers")
+    default = ["full_attention" if i in everywhere else "conv" for i in range(config.n_layer)]
     attention = LayerKind(rotary=f.rotary(config, theta=1000000.0))
     layers = layer_kinds(f, config, {"full_attention": attention, "conv": RECURRENT}, default)
     state = Recurrence("conv", f.integer("conv_L_cache", 3), 1, config.n_embd)
     tied = f.flag("tie_embedding", config.tie_word_embeddings)
     f.only("conv_bias", False)
     any_state = any(kind.recurrent for kind in layers)
-    return {"layers": layers, "recurrence": state if any_state else None, "n_inner": width,
-            "tie_word_embeddings": tied}  # fmt: skip
+    return {"layers": layers, "recurrence": state if any_state else None, "tie_word_embeddings": tied}
 
 
 def _write_lfm2(config: ModelConfig) -> dict[str, Any]:
@@ -192,3 +195,51 @@ LFM2 = LLAMA.derive(
     written=False,
 )  # fmt: skip
 """LFM2 and LFM2.5: short convolutions with gates, and attention in some layers."""
+
+
+def _read_lfm2_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    mixture = Experts(
+        experts.num_experts(f, 32),
+        f.get("num_experts_per_tok", 4),
+        f.get("moe_intermediate_size", 1792),
+        normalize=f.flag("norm_topk_prob", True),
+        scale=f.number("routed_scaling_factor", 1.0),
+        scoring="sigmoid",
+        correction=f.flag("use_expert_bias", True),
+    )
+    dense = f.integer("num_dense_layers", 2, 0)
+    return experts.with_experts(_read_convolutions(f, config), mixture, lambda i: i >= dense)
+
+
+def _write_lfm2_moe(config: ModelConfig) -> dict[str, Any]:
+    mixture, taps = config.experts, {"conv_L_cache": config.recurrence.taps} if config.recurrence else {}
+    assert mixture is not None
+    fields = experts.width_fields(config, count="num_experts", width="moe_intermediate_size")
+    return _write_layers(config, "conv") | taps | fields | {
+        "norm_topk_prob": mixture.normalize, "routed_scaling_factor": mixture.scale,
+        "use_expert_bias": mixture.correction,
+        "num_dense_layers": sum(not config.layer(i).experts for i in range(config.n_layer)),
+    }  # fmt: skip
+
+
+def _with_corrections(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors, of which the corrections of experts end as biases."""
+    stored = without_drafts(config, stored)
+    return {f"{name}.bias" if name.endswith(".expert_bias") else name: tensor for name, tensor in stored.items()}
+
+
+_LFM2_PARTS = experts.parts("feed_forward.experts", "w1", "w3", "w2")
+LFM2_MOE = LFM2.derive(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    names=experts.names("feed_forward.gate", _LFM2_PARTS) | {"mlp.correction": "feed_forward.expert_bias"},
+    defaults={"max_position_embeddings": 128000, "vocab_size": 65536},
+    harmless=(*LFM2.harmless, *experts.HARMLESS),
+    read_layers=_read_lfm2_moe,
+    write_layers=_write_lfm2_moe,
+    recurrent=LFM2.recurrent,
+    fused=experts.stacked(_LFM2_PARTS, "feed_forward.experts"),
+    from_stored=_with_corrections,
+    written=False,
+)
+"""LFM2 with experts that are chosen by sigmoids plus a correction, but in the first layers."""
