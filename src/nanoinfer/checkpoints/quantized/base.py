@@ -7,13 +7,13 @@ Values are those of the method's formula in exact arithmetic, rounded once to fl
 times a scale of at most 24 bits, a product in float32 is that.
 """
 
-# ruff: noqa: D102  (methods without a docstring are those of `StoredTensor` and `Codec`)
+# ruff: noqa: D102  (methods without a docstring are those of `StoredTensor` and `Scaled`)
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,37 +34,6 @@ _CHUNK = 1 << 18  # values that are computed at a time, which limits the memory 
 _BLOCK = 32  # values in the smallest block of the formats below
 _EXACT = (("tq2_0", -1, 2), ("q4_0", -8, 7), ("q5_0", -16, 15), ("q8_0", -128, 127))
 """Formats whose values are (an integer of a range) * (a float16 scale of a block), the smallest first."""
-
-
-class Codec(Protocol):
-    """The storage of one matrix."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(out, in), or (matrices, out, in)."""
-
-    @property
-    def file(self) -> RegularFile:
-        """A file that has a part of the matrix, for messages."""
-
-    def exact(self) -> tuple[str | None, str]:
-        """Return the format of GGUF files that has exactly the same values; None if there is none, and why.
-
-        Scales and zero points are read.
-        """
-
-    def dense(self) -> NDArray[np.float32]:
-        """Read the tensors and return the values."""
-
-    def blocks(self, format: str) -> NDArray[np.uint8]:
-        """Read the tensors and return the rows' blocks in the format of `exact`, (out, bytes of a row)."""
-
-
-class SeveralCodec(Codec, Protocol):
-    """The storage of several matrices as one tensor."""
-
-    def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
-        """Return the codecs of parts. `split` is applied to the stored tensors, which have the rows of the matrices."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +73,8 @@ class QuantizedTensor(StoredTensor):
         codecs = self._views(lambda tensor: tensor.alternate(count))
         return [QuantizedTensor.of(codec, self.format) for codec in codecs]
 
-    def _views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
-        return cast(SeveralCodec, self.codec).views(split)
+    def _views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Mxfp4]:
+        return cast(Mxfp4, self.codec).views(split)
 
     def read(self) -> HostTensor:
         """Return a `BlockMatrix` if the matrix has a `block_format`, else the values in float32.
@@ -146,6 +115,10 @@ class Scaled:
     """The column of rectangles to which each column belongs; None: consecutive columns share one."""
 
     def exact(self) -> tuple[str | None, str]:
+        """Return the format of GGUF files that has exactly the same values; None if there is none, and why.
+
+        Scales and zero points are read.
+        """
         if self.table is not None or not self.whole:
             return None, "codes are not integers"
         if self.order is not None:
@@ -176,6 +149,7 @@ class Scaled:
         return np.repeat(rows, self.block[1] // step, axis=1)[:, : self.shape[1] // step]
 
     def dense(self) -> NDArray[np.float32]:
+        """Read the tensors and return the values."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         values = np.empty(self.shape, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN
@@ -188,6 +162,7 @@ class Scaled:
         return values
 
     def blocks(self, format: str) -> NDArray[np.uint8]:
+        """Read the tensors and return the rows' blocks in the format of `exact`, (out, bytes of a row)."""
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         kind, (rows, columns) = BY_NAME[format.upper()], self.shape
         size = kind.block_size
@@ -199,6 +174,44 @@ class Scaled:
             each = np.broadcast_to(self._spread(scales, start, end, size), shape)
             blocks[start:end] = assemble(kind.name, each.reshape(-1), u.reshape(-1, size)).reshape(shape[0], -1)
         return blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4:
+    """Numbers of 4 bits, the first of a pair in the low bits, and a power of 2 for each 32 of them."""
+
+    packed: StoredTensor
+    """(..., out, in / 2) or (..., out, in / 32, 16), uint8."""
+    scale: StoredTensor
+    """Exponent + 127: (..., out, in / 32), uint8."""
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> RegularFile:
+        return self.packed.file
+
+    def exact(self) -> tuple[str | None, str]:
+        return "mxfp4", ""
+
+    def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Mxfp4]:
+        """Return the codecs of parts. `split` is applied to the stored tensors, which have the rows of the matrices."""
+        pairs = zip(split(self.packed), split(self.scale), strict=True)
+        return [Mxfp4(packed, scale, (*scale.shape[:-1], scale.shape[-1] * 32)) for packed, scale in pairs]
+
+    def dense(self) -> NDArray[np.float32]:
+        return BY_NAME["MXFP4"].dequantize(self._blocks()).reshape(self.shape)
+
+    def blocks(self, format: str) -> NDArray[np.uint8]:
+        return self._blocks().reshape(self.shape[0], -1)
+
+    def _blocks(self) -> NDArray[np.uint8]:
+        """Return (num_blocks, 17) bytes: the scale, then values i and i + 16 in the low and high bits of a byte."""
+        codes = unpack(self.packed.read().values.reshape(-1, 16), 4, 32)
+        return np.concatenate([self.scale.read().values.reshape(-1, 1), codes[:, :16] | codes[:, 16:] << 4], axis=1)
+
+
+Codec = Scaled | Mxfp4
+"""The storage of one matrix, or of several."""
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.formats import BY_NAME
 from nanoinfer.checkpoints.quantized.base import (
     E8M0,
     FLOATS,
     TABLES,
     Codec,
     Method,
+    Mxfp4,
     Numbers,
     Parts,
     QuantizedTensor,
@@ -49,7 +49,7 @@ from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.utils.checks import require_float
-from nanoinfer.utils.files import RegularFile, parse_json
+from nanoinfer.utils.files import parse_json
 
 log = logging.getLogger("nanoinfer")
 
@@ -153,39 +153,6 @@ def _bitsandbytes(f: Fields) -> Scheme:
     return Scheme(_nf4)
 
 
-@dataclass(frozen=True, eq=False)
-class _Mxfp4:
-    """Numbers of 4 bits, the first of a pair in the low bits, and a power of 2 for each 32 of them."""
-
-    packed: StoredTensor
-    """(..., out, in / 2) or (..., out, in / 32, 16), uint8."""
-    scale: StoredTensor
-    """Exponent + 127: (..., out, in / 32), uint8."""
-    shape: tuple[int, ...]
-
-    @property
-    def file(self) -> RegularFile:
-        return self.packed.file
-
-    def exact(self) -> tuple[str | None, str]:
-        return "mxfp4", ""
-
-    def views(self, split: Callable[[StoredTensor], list[StoredTensor]]) -> list[Codec]:
-        pairs = zip(split(self.packed), split(self.scale), strict=True)
-        return [_Mxfp4(packed, scale, (*scale.shape[:-1], scale.shape[-1] * 32)) for packed, scale in pairs]
-
-    def dense(self) -> NDArray[np.float32]:
-        return BY_NAME["MXFP4"].dequantize(self._blocks()).reshape(self.shape)
-
-    def blocks(self, format: str) -> NDArray[np.uint8]:
-        return self._blocks().reshape(self.shape[0], -1)
-
-    def _blocks(self) -> NDArray[np.uint8]:
-        """Return (num_blocks, 17) bytes: the scale, then values i and i + 16 in the low and high bits of a byte."""
-        codes = unpack(self.packed.read().values.reshape(-1, 16), 4, 32)
-        return np.concatenate([self.scale.read().values.reshape(-1, 1), codes[:, :16] | codes[:, 16:] << 4], axis=1)
-
-
 def mxfp4(parts: Parts, packed: str, scale: str) -> Codec:
     """Return the codec of a matrix, or of several, with blocks of 32 along the last dimension."""
     scales = parts.take(scale, ("uint8", E8M0))
@@ -193,7 +160,7 @@ def mxfp4(parts: Parts, packed: str, scale: str) -> Codec:
         raise parts.error(scale, f"is {list(scales.shape)}, but must be (..., out, in / 32)")
     *front, groups = scales.shape
     by_group = parts.take(packed, ("uint8",), (*front, groups, 16) if packed == "_blocks" else (*front, groups * 16))
-    return _Mxfp4(by_group, scales, (*front, groups * 32))
+    return Mxfp4(by_group, scales, (*front, groups * 32))
 
 
 def _mxfp4(f: Fields) -> Scheme:
