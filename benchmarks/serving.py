@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.core.step import ENGINE, NoObserver
+from nanoinfer.core.step import ENGINE, Observer
 
 TURNS, TURN_TOKENS = 20, 16
 NUM_STREAMS, STREAM_TOKENS, LATE_TOKENS = 8, 256, 16
@@ -93,7 +93,7 @@ def steady(llm: LLM, batch: int, m: Measurement) -> Iterator[Callable[[], Any]]:
     llm.core.abort(*requests)
 
 
-class EngineClock(NoObserver):
+class EngineClock(Observer):
     """Adds up the time inside the engine."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from helpers.scheduling import make_request as make_unstreamed
 from helpers.table_engine import ALPHABET, Clock, make_core
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
-from nanoinfer.engines.base import TokenFuture
+from nanoinfer.engines.transfers import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.work import MIN_PREFILL, PrefillLimit
@@ -183,7 +183,7 @@ def test_a_step_that_fails_or_is_interrupted_changes_nothing(error: BaseExceptio
 class SlowFuture:
     """Tokens whose computation takes a told time after the ones before."""
 
-    def __init__(self, tokens: TokenFuture, clock: Clock, seconds: float) -> None:
+    def __init__(self, tokens: PendingTokens, clock: Clock, seconds: float) -> None:
         self.tokens, self.clock, self.seconds = tokens, clock, seconds
 
     def read(self) -> list[int]:

@@ -17,7 +17,7 @@ from helpers.asgi import Response, call, post, serve, until
 from helpers.async_llm import freed
 from helpers.chat import HI, chat_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
-from nanoinfer.core.step import NoObserver
+from nanoinfer.core.step import Observer
 from nanoinfer.explain import record
 from nanoinfer.server.routes import CHAT
 
@@ -47,7 +47,7 @@ def recorded(response: Response) -> list[list[int]]:
 
 
 def check_detached(llm: LLM) -> None:
-    assert type(llm.core.observer) is NoObserver
+    assert type(llm.core.observer) is Observer
     assert {"extend", "fork", "truncate", "close"}.isdisjoint(vars(llm.engine))
 
 
@@ -69,7 +69,7 @@ def test_a_request_is_recorded_and_others_are_neither_changed_nor_shown(llm: LLM
             assert {block for step in found["steps"] for table in step["tables"].values() for block in table} <= {
                 *range(8)
             }
-            await until(lambda: type(llm.core.observer) is NoObserver)
+            await until(lambda: type(llm.core.observer) is Observer)
         await freed(model)
 
     serve(llm, main)

@@ -29,7 +29,7 @@ from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
-from nanoinfer.core.step import ENGINE, NoObserver, Observer, Step, StepRunner
+from nanoinfer.core.step import ENGINE, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.outputs import Delta, RequestOutput
@@ -92,7 +92,7 @@ class Core:
         self._tokenizer = tokenizer
         self.clock = clock
         self.speculator = speculator
-        self.observer: Observer = NoObserver()
+        self.observer = Observer()
         self._overlap, self.adapters = overlap, adapters
         self.stored: StoredPrefixes | None = None
         self._in_flight: InFlightStep | None = None

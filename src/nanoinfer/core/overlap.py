@@ -17,35 +17,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from nanoinfer.core.step import batch_of
-from nanoinfer.engines.base import Engine, OverlapEngine, TokenFuture
-from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.engines.base import Engine, OverlapEngine
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from nanoinfer.engines.transfers import PendingTokens
+    from nanoinfer.sampling.triton import TritonSampler
 
 log = logging.getLogger("nanoinfer")
-
-
-class DeviceSampler(Protocol):
-    """Samples tokens on the device. Each sequence has a slot with its parameters, token counts and position."""
-
-    num_slots: int
-
-    def covers(self, row: SamplerRow) -> str | None:
-        """Return why the sampler does not support a row, or None."""
-
-    def assign(self, slot: int, row: SamplerRow) -> None:
-        """Upload a row's parameters and tokens to a slot."""
-
-    def sample_slots(
-        self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor
-    ) -> Tensor:
-        """Sample a token for each wanted row and update its slot: see `engines.base.SampleSlots`."""
 
 
 @dataclass
@@ -55,7 +38,7 @@ class InFlightStep:
     work: list[ScheduledSequence]
     sequences: list[Sequence]
     """Those that sample, in the order of `tokens`."""
-    tokens: TokenFuture
+    tokens: PendingTokens
     since: float = 0.0
     """Time when the device began it: its launch, or the end of the step before. In seconds, on the core's clock."""
 
@@ -72,7 +55,7 @@ class SamplerSlot:
 class OverlapScheduler:
     """Launches steps that sample on the device. Engine and sampler are on the same device."""
 
-    def __init__(self, engine: OverlapEngine, sampler: DeviceSampler) -> None:
+    def __init__(self, engine: OverlapEngine, sampler: TritonSampler) -> None:
         self._engine = engine
         self._sampler = sampler
         self._slots: dict[Sequence, SamplerSlot] = {}

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
@@ -43,37 +43,25 @@ ENGINE = "engine"
 SAMPLER = "sampler"
 
 
-class Observer(Protocol):
-    """Observes the steps of a core, for profiling. Set `core.observer` between two steps (`Core.between_steps`)."""
+class Observer:
+    """Observes the steps of a core, for profiling; this one does nothing.
 
-    reads_logits: bool
+    Set `core.observer` between two steps (`Core.between_steps`).
+    """
+
+    reads_logits = False
     """Whether `sampled` and `stepped` are to be called for every step: then no step is overlapped with the next one."""
+    _nothing = nullcontext()
 
     def span(self, part: str) -> AbstractContextManager[object]:
         """Return a context manager that is entered before a call of `part` (ENGINE or SAMPLER), and exited after it."""
+        return self._nothing
 
     def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
         """Called after sampling: the sequences that sampled, the step's logits (M, V), and the tokens of each."""
 
     def stepped(self, seconds: float) -> None:
         """Called at the end of a step that is not overlapped, with its time."""
-
-
-class NoObserver:
-    """The default observer; does nothing."""
-
-    reads_logits = False
-    _nothing = nullcontext()
-
-    def span(self, part: str) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing."""
-        return self._nothing
-
-    def sampled(self, rows: Seq[StepRow], logits: Array, tokens: Seq[Seq[int]]) -> None:
-        """Do nothing."""
-
-    def stepped(self, seconds: float) -> None:
-        """Do nothing."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nanoinfer.checkpoints.adapters import Adapter
+    from nanoinfer.engines.transfers import PendingTokens
     from nanoinfer.utils.arrays import Array
 
 Handle = NewType("Handle", int)
@@ -202,17 +203,10 @@ the last element of `last` belongs to no row and may be overwritten. The functio
 that a CUDA graph can capture it. A token < 0 means that the row's logits were not finite."""
 
 
-class TokenFuture(Protocol):
-    """Tokens of a step that may still be running on the device."""
-
-    def read(self) -> list[int]:
-        """Wait for the tokens of the step and return them."""
-
-
 class OverlapEngine(Engine, Protocol):
     """An engine that keeps sampled tokens on its device, so that the next step can start before the host reads them."""
 
-    def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> TokenFuture:
+    def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
         """Append new tokens to open sequences and sample the next token of each sequence with num_logits 1.
 
         Args:

@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import Recorder
+from nanoinfer.engines.graphs import CudaRecorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import StepTensors, run_block
 from nanoinfer.errors import NanoinferError
@@ -51,7 +51,7 @@ class CompiledEngine(CudaGraphEngine):
         config: EngineConfig = DEFAULTS,
         *,
         backend: str | Callable[..., object] = "inductor",
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         super().__init__(model, limits, config, recorder=recorder)
         self._backend = backend

@@ -20,7 +20,7 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import SampleSlots, StepBatch
 from nanoinfer.engines.buckets import Bucket, SubBatch, warm_buckets
 from nanoinfer.engines.devices import free_memory
-from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder, out_of_memory
+from nanoinfer.engines.graphs import CudaRecorder, Graphs, out_of_memory
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StaticShapeEngine, StepOutput
 from nanoinfer.models.transformer import Transformer
@@ -44,7 +44,7 @@ class CudaGraphEngine(StaticShapeEngine):
         limits: EngineLimits,
         config: EngineConfig = DEFAULTS,
         *,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         super().__init__(model, limits, config)
         graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(str(self.device)) // 8

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -28,22 +28,6 @@ NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """PyTorch's messages when the driver or cuBLAS is out of memory."""
 
 
-class Recorder(Protocol):
-    """Records the device work of a function for later replays."""
-
-    def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Return a function that replays `compute`, and its results: the same tensors after every replay.
-
-        Recording does not run the work; only a replay does.
-
-        Raises:
-            RuntimeError: recording failed. If memory ran out, `out_of_memory` is true for the error.
-        """
-
-    def num_bytes(self) -> int:
-        """Return the bytes of device memory that this process holds now."""
-
-
 class CudaRecorder:
     """Records CUDA graphs on one device."""
 
@@ -52,7 +36,13 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Record a graph. Kernels do not run; memory comes from the shared pool."""
+        """Return a function that replays `compute`, and its results: the same tensors after every replay.
+
+        Recording does not run the work, whose memory comes from the shared pool; only a replay does.
+
+        Raises:
+            RuntimeError: recording failed. If memory ran out, `out_of_memory` is true for the error.
+        """
         graph, mode = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
         with (
             torch.cuda.device(self._device),
@@ -103,7 +93,7 @@ class Graphs(Generic[T]):
         memory_limit: bytes that all recordings may take. Once it is reached, new keys run without a recording.
     """
 
-    def __init__(self, recorder: Recorder | None, memory_limit: int) -> None:
+    def __init__(self, recorder: CudaRecorder | None, memory_limit: int) -> None:
         self._recorder = recorder
         self._limit = memory_limit
         self._seen: set[Hashable] = set()
@@ -132,7 +122,7 @@ class Graphs(Generic[T]):
         replay()
         return result
 
-    def _record(self, recorder: Recorder, key: Hashable, compute: Callable[[], T]) -> bool:
+    def _record(self, recorder: CudaRecorder, key: Hashable, compute: Callable[[], T]) -> bool:
         """Record `compute` if there is memory for it; return whether it was recorded."""
         before = recorder.num_bytes()
         try:

@@ -30,7 +30,7 @@ from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import Recorder
+from nanoinfer.engines.graphs import CudaRecorder
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
@@ -73,7 +73,7 @@ class TritonEngine(CudaGraphEngine):
         limits: EngineLimits,
         config: EngineConfig = DEFAULTS,
         *,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         self.check(model.config)
         quantization, pack = config.quantization, PACK[config.quantization]

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from nanoinfer.core.step import NoObserver
+from nanoinfer.core.step import Observer
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.streams import Ownership, all_finished
@@ -109,7 +109,7 @@ class Recording:
         return {**vars(self), "steps": steps, "texts": {str(token): text for token, text in self.texts.items()}}
 
 
-class Recorder(NoObserver):
+class Recorder(Observer):
     """Observer of a core that records the steps of some of its requests.
 
     Args:
@@ -163,7 +163,7 @@ class Recorder(NoObserver):
         self._core.between_steps(self._attach)
 
     def _attach(self) -> None:
-        if type(self._core.observer) is not NoObserver:
+        if type(self._core.observer) is not Observer:
             raise NanoinferError("another generation is recorded or profiled: wait for its end")
         engine: Any = self._core.engine
         after: dict[str, Callable[..., None]] = {
@@ -185,7 +185,7 @@ class Recorder(NoObserver):
         if self._core.observer is self:
             for name in ("extend", "fork", "truncate", "close"):
                 delattr(self._core.engine, name)
-            self._core.observer = NoObserver()
+            self._core.observer = Observer()
 
     def _then(self, call: Callable[..., Any], note: Callable[..., None], always: bool) -> Callable[..., Any]:
         """Return a function that calls `call`, and then `note` with its result and arguments.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.core import step as observer
 from nanoinfer.core.core import Core
-from nanoinfer.core.step import NoObserver
+from nanoinfer.core.step import Observer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ _PART_OF = {  # last component of a module's name -> its part
 PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 
 
-class Spans(NoObserver):
+class Spans(Observer):
     """Observer of the core that counts the entries of each part, and measures its wall time without its inner spans.
 
     Args:
@@ -129,7 +129,7 @@ def attached(core: Core, spans: Spans) -> Iterator[None]:
     with ExitStack() as hooks:
         if engine.model is not None:
             _hook(engine.model, spans, hooks)
-        hooks.callback(setattr, core, "observer", NoObserver())
+        hooks.callback(setattr, core, "observer", Observer())
         core.observer = spans
         yield
     steps, after = spans.calls[ENGINE], engine.part_seconds()

@@ -11,19 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class TokenStream(Protocol):
-    """Turns tokens into text, whole characters only (`models.text_streams.DecodeStream` is one)."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token; return the text that later tokens cannot change."""
-        ...
-
-    def flush(self) -> str:
-        """Return the remaining text at the end of the sequence."""
-        ...
+if TYPE_CHECKING:
+    from nanoinfer.tokenizers.text_streams import DecodeStream
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +70,7 @@ class OutputText:
 
     def __init__(
         self,
-        stream: TokenStream | None,
+        stream: DecodeStream | None,
         stop: Sequence[str],
         skipped: Mapping[int, str] | None = None,
         *,
