@@ -22,16 +22,7 @@ from typing import Any
 
 from helpers.tools import TWO, tool
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.protocols.fields import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-)
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from nanoinfer.server.app import ROUTES
 
 PROMPTS = [
@@ -309,11 +300,11 @@ class Client:
 
     def tokenize(self) -> None:
         i = self.rng.randrange(len(TEXTS))
-        assert json.load(self.ask("POST", TOKENIZE, {"prompt": TEXTS[i]}))["tokens"] == self.expected.tokens[i]
+        assert json.load(self.ask("POST", "/tokenize", {"prompt": TEXTS[i]}))["tokens"] == self.expected.tokens[i]
 
     def detokenize(self) -> None:
         i = self.rng.randrange(len(TEXTS))
-        assert json.load(self.ask("POST", DETOKENIZE, {"tokens": self.expected.tokens[i]}))["prompt"] == TEXTS[i]
+        assert json.load(self.ask("POST", "/detokenize", {"tokens": self.expected.tokens[i]}))["prompt"] == TEXTS[i]
 
     def embed(self) -> None:
         found = json.load(self.ask("POST", EMBEDDINGS, {"input": PROMPTS}))["data"]
@@ -340,8 +331,8 @@ VALID: dict[str, Callable[[Client], Any]] = {
     RESPONSES: Client.respond,
     "/v1/models": Client.models,
     "/v1/models/{model:path}": Client.model,
-    TOKENIZE: Client.tokenize,
-    DETOKENIZE: Client.detokenize,
+    "/tokenize": Client.tokenize,
+    "/detokenize": Client.detokenize,
     EMBEDDINGS: Client.embed,
     "/page/markdown": lambda client: client.ask("POST", "/page/markdown", {"text": "*a*"}).read(),
     "/page/explain": lambda client: client.ask("POST", "/page/explain", {"prompt": "a", "max_tokens": 3}).read(),
@@ -424,7 +415,7 @@ class Abuser:
                     assert connection.getresponse().status in (200, 503)
 
     def strings_of_a_large_text(self) -> None:
-        self.post(TOKENIZE, {"prompt": MEGABYTE})
+        self.post("/tokenize", {"prompt": MEGABYTE})
 
     def logprobs_of_a_prompt(self) -> None:
         """Ask for the log-probabilities of a long prompt, once for each choice."""

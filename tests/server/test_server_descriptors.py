@@ -26,16 +26,7 @@ if not Path("/proc/self/fd").exists():
 from helpers.models import TINY, make_folder
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
-from nanoinfer.protocols.fields import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-)
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from nanoinfer.server import connections
 from nanoinfer.server.app import ROUTES
 from nanoinfer.server.config import ServerConfig
@@ -43,8 +34,8 @@ from nanoinfer.server.connections import MAX_CONNECTIONS, RESERVE, with_max_conn
 
 HI = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {
-    TOKENIZE: [{"prompt": "abc"}, {"messages": HI}, {"prompt": "a" * 100_000}],
-    DETOKENIZE: [{"tokens": [1, 2]}],
+    "/tokenize": [{"prompt": "abc"}, {"messages": HI}, {"prompt": "a" * 100_000}],
+    "/detokenize": [{"tokens": [1, 2]}],
     MESSAGES: [{"model": "tiny", "messages": HI, "max_tokens": 4, "stream": stream} for stream in (False, True)],
     COUNT_TOKENS: [{"model": "tiny", "messages": HI, "system": "b"}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],

@@ -23,7 +23,7 @@ from helpers.chat import chat_folder
 from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.core import output_processor as request_outputs
-from nanoinfer.protocols.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS
 from nanoinfer.server import http, routes, service
 from nanoinfer.utils import json_pieces
 
@@ -78,8 +78,8 @@ class Calls:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (TOKENIZE, {"prompt": PROMPT * 5}),
-        (DETOKENIZE, {"tokens": [i % 50 for i in range(10_000)]}),
+        ("/tokenize", {"prompt": PROMPT * 5}),
+        ("/detokenize", {"tokens": [i % 50 for i in range(10_000)]}),
         (COMPLETIONS, ECHO),
         (COMPLETIONS, ECHO | {"stream": True}),
         (COMPLETIONS, {**SLIDE, "prompt": PROMPT, "return_token_ids": True, "n": 4, "stream": True}),
@@ -136,8 +136,8 @@ def test_a_large_body_is_read_and_checked_in_a_thread(chat: LLM, monkeypatch: py
     requests: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": [5] * 30_000, "truncate_prompt_tokens": -1, "max_tokens": 2}),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 3000, "truncate_prompt_tokens": -1, "max_tokens": 2}),
-        (TOKENIZE, {"prompt": "a" * 70_000}),
-        (DETOKENIZE, {"tokens": [5] * 30_000}),
+        ("/tokenize", {"prompt": "a" * 70_000}),
+        ("/detokenize", {"tokens": [5] * 30_000}),
     ]
 
     async def main(app: ASGIApp, model: AsyncLLM) -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("llguidance", reason="the extra `structured` is not installe
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
 from helpers.server_process import ServerProcess, serving
-from nanoinfer.protocols.fields import COMPLETIONS, EMBEDDINGS, MAX_INPUTS, TOKENIZE
+from nanoinfer.protocols.fields import COMPLETIONS, EMBEDDINGS, MAX_INPUTS
 from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
 
@@ -102,7 +102,7 @@ def bodies(server: ServerProcess, stack: ExitStack) -> None:
 def long_texts(server: ServerProcess, stack: ExitStack) -> None:
     assert at_once(server, [{"prompt": MEGABYTE}] * IN_FLIGHT) == {400}
     for text in (MEGABYTE, WORST):
-        assert at_once(server, [{"prompt": text}] * 4, TOKENIZE) == {200}
+        assert at_once(server, [{"prompt": text}] * 4, "/tokenize") == {200}
 
 
 def logprobs(server: ServerProcess, stack: ExitStack) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
-from nanoinfer.config import EngineLimits, ModelConfig
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nanoinfer.engines.transfers import PendingTokens
     from nanoinfer.utils.arrays import Array
 
+DEFAULTS = EngineConfig()
 Handle = NewType("Handle", int)
 """Identifies one open sequence of one engine. Handles are not reused."""
 

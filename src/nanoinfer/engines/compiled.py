@@ -21,10 +21,9 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import SampleSlots
+from nanoinfer.engines.base import DEFAULTS, SampleSlots
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder
-from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import StepTensors, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.layers import Rotation

@@ -17,11 +17,10 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import SampleSlots, StepBatch
+from nanoinfer.engines.base import DEFAULTS, SampleSlots, StepBatch
 from nanoinfer.engines.buckets import Bucket, SubBatch, warm_buckets
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, out_of_memory
-from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StaticShapeEngine, StepOutput
 from nanoinfer.models.transformer import Transformer
 

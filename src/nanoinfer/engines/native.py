@@ -22,9 +22,9 @@ from nanoinfer.checkpoints.adapters import Adapter
 from nanoinfer.checkpoints.packed import PackedWeights
 from nanoinfer.checkpoints.weights import Weights, parts
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.base import DEFAULTS, Handle, StepBatch
 from nanoinfer.engines.devices import free_memory
-from nanoinfer.engines.sequences import DEFAULTS, Sequences
+from nanoinfer.engines.sequences import Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.rotary import frequencies

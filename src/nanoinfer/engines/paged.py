@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import Handle, StepBatch
-from nanoinfer.engines.sequences import DEFAULTS
+from nanoinfer.engines.base import DEFAULTS, Handle, StepBatch
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool

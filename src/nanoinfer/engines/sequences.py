@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import PENDING, Handle, StepBatch
+from nanoinfer.engines.base import DEFAULTS, PENDING, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.states import StatePool
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from nanoinfer.checkpoints.adapters import Adapter
 
-DEFAULTS = EngineConfig()
 MIN_KEPT = 64
 """New tokens of a sequence after which its state is kept."""
 MIN_SPLIT = 256

@@ -32,9 +32,8 @@ from torch import Tensor
 from nanoinfer.checkpoints.adapters import TARGETS
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
-from nanoinfer.engines.base import PENDING, Handle, SampleSlots, StepBatch
+from nanoinfer.engines.base import DEFAULTS, PENDING, Handle, SampleSlots, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
-from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import ModelEngine
 from nanoinfer.engines.transfers import PendingTokens, StepInputs, select
 from nanoinfer.errors import NanoinferError

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import StepBatch
-from nanoinfer.engines.sequences import DEFAULTS, Sequences
+from nanoinfer.engines.base import DEFAULTS, StepBatch
+from nanoinfer.engines.sequences import Sequences
 from nanoinfer.engines.states import StateTensors, WithStates
 from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
 from nanoinfer.models.attention import KeyValues, attention_backends

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import SampleSlots
+from nanoinfer.engines.base import DEFAULTS, SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder
-from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, norm_of

@@ -15,7 +15,6 @@ from nanoinfer.utils.checks import require_bool, require_int
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = ANTHROPIC = "/v1/messages", "/v1/messages/count_tokens"
 """Routes in Anthropic's shape."""
 MAX_PROMPTS = 128
@@ -256,14 +255,14 @@ TABLES: dict[str, dict[str, Field]] = {
         **dict.fromkeys(("metadata", "service_tier"), _IGNORED),
     },
     COUNT_TOKENS: _TURNS,
-    TOKENIZE: {
+    "/tokenize": {
         "model": _QUEUE["model"],
         "messages": _MESSAGES,
         **_TEMPLATE,
         "prompt": Field(_STRING, "The text, instead of messages."),
         "add_special_tokens": Field(_BOOL, "Begin with the tokenizer's start token, if it has one (default: true)."),
     },
-    DETOKENIZE: {"model": _QUEUE["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
+    "/detokenize": {"model": _QUEUE["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
     EMBEDDINGS: {
         **_QUEUE,
         "user": _IGNORED,
@@ -281,8 +280,8 @@ REQUIRED: dict[str, list[str]] = {
     RESPONSES: ["input"],
     MESSAGES: ["model", "messages", "max_tokens"],
     COUNT_TOKENS: ["model", "messages"],
-    TOKENIZE: [],
-    DETOKENIZE: ["tokens"],
+    "/tokenize": [],
+    "/detokenize": ["tokens"],
     EMBEDDINGS: ["input"],
 }
 _INTEGERS = {name for name, (low, _) in RANGES.items() if isinstance(low, int)}

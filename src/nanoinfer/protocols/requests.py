@@ -9,16 +9,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.protocols.errors import as_sent
-from nanoinfer.protocols.fields import (
-    CHAT,
-    DETOKENIZE,
-    MAX_PROMPTS,
-    SAMPLING,
-    TEMPLATE,
-    TOKENIZE,
-    FieldError,
-    read_fields,
-)
+from nanoinfer.protocols.fields import CHAT, MAX_PROMPTS, SAMPLING, TEMPLATE, FieldError, read_fields
 from nanoinfer.sampling_params import KINDS, WHOLE_VOCABULARY, SamplingParams, StructuredOutputsParams
 
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
@@ -238,7 +229,7 @@ class TokenizeRequest:
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Read the body of a request to /tokenize. Raises FieldError."""
-    values = read_fields(TOKENIZE, body)
+    values = read_fields("/tokenize", body)
     if ("prompt" in values) == ("messages" in values):
         raise FieldError("give one of prompt and messages", "prompt")
     options = {name: value for name, value in values.items() if name not in TEMPLATE}
@@ -247,7 +238,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     """Return the model and the token ids of a request to /detokenize. Raises FieldError."""
-    values = read_fields(DETOKENIZE, body)
+    values = read_fields("/detokenize", body)
     if not all(type(token) is int for token in values["tokens"]):
         raise FieldError(f"tokens={show(values['tokens'])} is not a list of token ids", "tokens")
     return values.get("model"), values["tokens"]

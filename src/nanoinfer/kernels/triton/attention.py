@@ -29,13 +29,7 @@ from .epilogue import Places
 from .launch import launch_options, wait_for_predecessor
 from .products import INTERPRETED
 from .sums import dot
-from .tiles import (
-    ATTENTION_WARPS,
-    COMBINE_WARPS,
-    attention_blocks,
-    attention_splits,
-    multiprocessors,
-)
+from .tiles import ATTENTION_WARPS, COMBINE_WARPS, attention_blocks, attention_splits, multiprocessors
 
 LOG2E = 1.4426950408889634
 """The kernels compute powers of 2: exp(s) = 2**(s * LOG2E)."""
