@@ -150,6 +150,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Any:
+    """It runs on a CPU, in `native` if that is built."""
+    from nanoinfer import LLM
+
+    return LLM(str(folder), device="cpu", max_num_seqs=4)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command line in this process: arguments -> exit code, stdout, stderr."""

@@ -36,11 +36,6 @@ PROMPTS = ("To be", "or not", "c" * 30)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), engine="native", max_num_seqs=4)
-
-
 @pytest.fixture
 def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
     """Run `nanoinfer batch ARGUMENTS` on the tiny model in an empty folder: exit code, stdout, stderr."""

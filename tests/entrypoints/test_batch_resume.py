@@ -30,11 +30,6 @@ OUT, STATE = Path("out.jsonl"), Path("out.jsonl.state")
 SETTINGS = {"model": "tiny", "stop": ("a",)}
 
 
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), engine="native", max_num_seqs=4)
-
-
 @pytest.fixture
 def run(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> Run:
     """Run `nanoinfer batch ARGUMENTS` on the tiny model in an empty folder: exit code and stderr."""

@@ -25,11 +25,6 @@ TABLE = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
 
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), max_num_seqs=4)
-
-
 def one(llm: LLM, prompt: object = "Go", params: SamplingParams = GREEDY) -> CompletionOutput:
     (output,) = llm.generate(prompt, params)  # type: ignore[arg-type]
     return output.outputs[0]

@@ -23,11 +23,6 @@ IM_START, IM_END = 1, 2
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), max_num_seqs=4)
-
-
-@pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(chat_folder(tmp_path_factory.mktemp("parameters") / "chat")))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,6 @@ from nanoinfer.protocols.pooling import parse_pooling
 from nanoinfer.server import limits
 
 TEXTS = ["To be", "or not", "a" * 20]
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), max_num_seqs=3)
 
 
 def ask(llm: LLM, *requests: tuple[str, Any], **options: Any) -> list[tuple[int, dict[str, Any]]]:
