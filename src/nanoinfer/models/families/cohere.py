@@ -9,11 +9,6 @@ from nanoinfer.models.families.base import FOLDED_HEADS, interleaved
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated, window_fields
 from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
 
-
-def _read_cohere(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    return rotated(f, config, theta=500000.0) | {"qk_norm": "heads" if f.flag("use_qk_norm", False) else "none"}
-
-
 COHERE = LLAMA.derive(
     "cohere",
     "CohereForCausalLM",
@@ -23,7 +18,9 @@ COHERE = LLAMA.derive(
     fixed={"norm": "layer", "norm_placement": "shared", "parallel_residual": True},
     without=("head_dim", "rms_norm_eps", "ln_2"),
     biases=ATTENTION_BIAS,
-    read_layers=_read_cohere,
+    read_layers=lambda f, config: (
+        rotated(f, config, theta=500000.0) | {"qk_norm": "heads" if f.flag("use_qk_norm", False) else "none"}
+    ),
     write_layers=lambda config: rope_fields(config) | {"use_qk_norm": config.qk_norm == "heads"},
     order=interleaved,
     folded=FOLDED_HEADS,

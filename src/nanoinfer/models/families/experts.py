@@ -59,6 +59,18 @@ def with_experts(
     return fields | {"layers": layers, "experts": experts}
 
 
+def everywhere(f: Fields, fields: dict[str, Any], count: int, chosen: int, **options: Any) -> dict[str, Any]:
+    """Return the fields of a model with experts of `intermediate_size` in all layers.
+
+    Args:
+        f, fields: of the config, and of the model so far.
+        count, chosen: numbers of experts, and of those of a token, where the config has none.
+        options: further fields of `Experts`.
+    """
+    width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", chosen)
+    return with_experts(fields, Experts(num_experts(f, count), chosen, width, **options))
+
+
 def sparse_layers(f: Fields) -> Callable[[int], bool]:
     """Return whether a layer has experts, by the fields of Qwen2-MoE and Qwen3-MoE."""
     step, without = f.integer("decoder_sparse_step", 1), f.get("mlp_only_layers")
@@ -68,7 +80,9 @@ def sparse_layers(f: Fields) -> Callable[[int], bool]:
     return lambda i: i not in dense and (i + 1) % step == 0
 
 
-def width_fields(config: ModelConfig, *, count: str, width: str) -> dict[str, Any]:
+def width_fields(
+    config: ModelConfig, *, count: str = "num_local_experts", width: str = "intermediate_size"
+) -> dict[str, Any]:
     """Return the fields with the number and the width of the experts, under these names."""
     assert config.experts is not None
     return {count: config.experts.count, "num_experts_per_tok": config.experts.per_token, width: config.experts.width}

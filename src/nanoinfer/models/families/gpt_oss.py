@@ -25,7 +25,7 @@ def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    fields = window_fields(config) | experts.width_fields(config, count="num_local_experts", width="intermediate_size")
+    fields = window_fields(config) | experts.width_fields(config)
     del fields["use_sliding_window"]
     return fields | {"rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
 

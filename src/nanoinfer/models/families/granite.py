@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoinfer.config import Experts, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 from nanoinfer.models.families.llama import ATTENTION_BIAS, BIASES, LLAMA
@@ -71,17 +71,6 @@ _PARTS = experts.parts("block_sparse_moe.experts", "gate", "up", "down")  # of t
 _ROUTER = "block_sparse_moe.router.layer"
 
 
-def _read_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", 2)
-    mixture = Experts(experts.num_experts(f, 8), chosen, width, normalize=True)
-    return experts.with_experts(read_layers(f, config), mixture)
-
-
-def _write_moe(config: ModelConfig) -> dict[str, Any]:
-    fields = experts.width_fields(config, count="num_local_experts", width="intermediate_size")
-    return write_layers(config) | fields
-
-
 GRANITEMOE = GRANITE.derive(
     "granitemoe",
     "GraniteMoeForCausalLM",
@@ -89,8 +78,8 @@ GRANITEMOE = GRANITE.derive(
     without=("intermediate_size",),
     biases=ATTENTION_BIAS,
     harmless=experts.HARMLESS,
-    read_layers=_read_moe,
-    write_layers=_write_moe,
+    read_layers=lambda f, config: experts.everywhere(f, read_layers(f, config), 8, 2, normalize=True),
+    write_layers=lambda config: write_layers(config) | experts.width_fields(config),
     fused={
         "block_sparse_moe.input_linear": _PARTS[:2],
         "block_sparse_moe.output_linear": _PARTS[2:],

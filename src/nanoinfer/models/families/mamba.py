@@ -77,7 +77,7 @@ def _write_granite(config: ModelConfig) -> dict[str, Any]:
         fields |= _write_state(state) | {"mamba_expand": state.inner_dim / config.n_embd}
     if config.experts is None:
         return fields | {"num_local_experts": 0}
-    return fields | experts.width_fields(config, count="num_local_experts", width="intermediate_size")
+    return fields | experts.width_fields(config)
 
 
 GRANITEMOEHYBRID = granite.GRANITEMOE.derive(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanoinfer.config import Experts, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated, window_fields
 from nanoinfer.models.families.llama import LLAMA
@@ -63,14 +63,7 @@ _PARTS = experts.parts("block_sparse_moe.experts", "w1", "w3", "w2")
 
 
 def _read_mixtral(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", 2)
-    mixture = Experts(experts.num_experts(f, 8), chosen, width, normalize=True)
-    return experts.with_experts(_read_layers(f, config, default=None, theta=1e6), mixture)
-
-
-def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    fields = experts.width_fields(config, count="num_local_experts", width="intermediate_size")
-    return _write_layers(config) | fields
+    return experts.everywhere(f, _read_layers(f, config, default=None, theta=1e6), 8, 2, normalize=True)
 
 
 MIXTRAL = MISTRAL.derive(
@@ -81,7 +74,7 @@ MIXTRAL = MISTRAL.derive(
     without=("intermediate_size",),
     harmless=experts.HARMLESS,
     read_layers=_read_mixtral,
-    write_layers=_write_mixtral,
+    write_layers=lambda config: _write_layers(config) | experts.width_fields(config),
     fused={"mlp.gate": ("block_sparse_moe.gate",)} | experts.stacked(_PARTS),
 )
 """Mixtral: Mistral with experts."""

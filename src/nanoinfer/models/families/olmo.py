@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.config import Experts, LayerKind, ModelConfig
+from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, rope_fields, rotated, window_fields
 from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
@@ -60,9 +60,7 @@ OLMO3 = replace(
 
 
 def _read_olmoe(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    width, chosen = f.required("intermediate_size"), f.get("num_experts_per_tok", 8)
-    mixture = Experts(experts.num_experts(f, 64), chosen, width, f.flag("norm_topk_prob", False))
-    return experts.with_experts(rotated(f, config), mixture)
+    return experts.everywhere(f, rotated(f, config), 64, 8, normalize=f.flag("norm_topk_prob", False))
 
 
 def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
