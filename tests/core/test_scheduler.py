@@ -39,7 +39,9 @@ def worlds(draw: st.DrawFn) -> World:
     block_size, max_num_seqs = draw(st.integers(1, 12)), draw(st.integers(1, 5))
     capacity = draw(st.integers(block_size, max_num_seqs * block_size))
     limits = EngineLimits(max_num_seqs, block_size, capacity, draw(st.sampled_from([0, 3, 100])))
-    config = SchedulerConfig(draw(st.integers(1, 40)), None, draw(st.booleans()), draw(st.sampled_from([None, 1, 80])))
+    config = SchedulerConfig(
+        draw(st.integers(1, 40)), None, draw(st.booleans()), None, draw(st.sampled_from([None, 1, 80]))
+    )
     return World(limits, config, decode_sec=draw(st.floats(0, 0.1)), token_sec=draw(st.floats(0, 0.01)))
 
 

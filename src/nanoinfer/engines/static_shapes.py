@@ -94,7 +94,6 @@ class _Gathered:
         self._counts, self._num_new, self._device = counts, num_new, device
         self._firsts = [0, *accumulate(counts)]
         self._places: list[int] = []  # in the result, of each row so far
-        self.pieces: list[Tensor] = []
 
     def rows(self, part: SubBatch) -> slice | Tensor:
         """Return the index of the rows of a sub-batch in its results, (R * n, ...). Call it once for each of them."""
@@ -105,12 +104,12 @@ class _Gathered:
             self._places += range(self._firsts[i], self._firsts[i + 1])
         return select(rows, self._device)
 
-    def result(self, nothing: Tensor) -> Tensor:
-        """Return the pieces as one tensor; `nothing` if there are none."""
-        if not self.pieces:
+    def result(self, pieces: list[Tensor], nothing: Tensor) -> Tensor:
+        """Return the pieces, which are rows of the sub-batches, as one tensor; `nothing` if there are none."""
+        if not pieces:
             return nothing
         back = select(sorted(range(len(self._places)), key=self._places.__getitem__), self._device)
-        return (torch.cat(self.pieces) if len(self.pieces) > 1 else self.pieces[0])[back]
+        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0])[back]
 
 
 class StaticShapeEngine(ModelEngine):
@@ -151,24 +150,24 @@ class StaticShapeEngine(ModelEngine):
 
     @torch.inference_mode()
     def _extend(self, batch: StepBatch) -> Tensor:
-        kept, wanted = (
-            _Gathered(counts, batch.num_new, self.device) for counts in (batch.num_hidden, batch.num_logits)
-        )
-        sub_batches = self._plan(batch)
+        kept = wanted = _Gathered(batch.num_hidden, batch.num_new, self.device)
+        if batch.num_logits != batch.num_hidden:
+            wanted = _Gathered(batch.num_logits, batch.num_new, self.device)
+        sub_batches, states, logits = self._plan(batch), list[Tensor](), list[Tensor]()
         for part in sub_batches:
             out = self._run(part, batch)
             hidden = out.hidden.flatten(0, 1)
-            kept.pieces.append(hidden[kept.rows(part)])
+            states.append(hidden[rows := kept.rows(part)])
             if not batch.hidden_only:
-                chosen = wanted.rows(part)
-                wanted.pieces.append(self._head(hidden[chosen]) if out.logits is None else out.logits[chosen])
+                chosen = rows if wanted is kept else wanted.rows(part)
+                logits.append(self._head(hidden[chosen]) if out.logits is None else out.logits[chosen])
             if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
-                for gathered in (kept, wanted):
-                    gathered.pieces[-1:] = [piece.clone() for piece in gathered.pieces[-1:]]
+                for pieces in (states, logits):
+                    pieces[-1:] = [piece.clone() for piece in pieces[-1:]]
         self._sampled.difference_update(batch.handles)
         self._advance(batch)
-        self._hidden = kept.result(self._hidden[:0])
-        return wanted.result(torch.empty(0, self.config.vocab_size, device=self.device))
+        self._hidden = kept.result(states, self._hidden[:0])
+        return wanted.result(logits, torch.empty(0, self.config.vocab_size, device=self.device))
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
