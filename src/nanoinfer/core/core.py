@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
+from nanoinfer.core.prefix_file import StoredPrefixes
 from nanoinfer.core.step import ENGINE, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, one_line
@@ -40,11 +41,8 @@ from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, num_prefill, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, by_speculator
+from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils import processes
-
-if TYPE_CHECKING:
-    from nanoinfer.core.prefix_file import StoredPrefixes
-    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
 HAND_OVER_SEC, MAX_HAND_OVER_SLEEPS = 1e-4, 100

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.speculative.speculator import SpecStats, Speculator
 from nanoinfer.tokenizers.text_streams import MISSING
-from nanoinfer.tokenizers.tokenizer import decode
-
-if TYPE_CHECKING:
-    from nanoinfer.speculative.speculator import SpecStats, Speculator
-    from nanoinfer.tokenizers.tokenizer import Tokenizer
+from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 
 
 def logprobs_of(s: Sequence) -> list[dict[int, Logprob]] | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from nanoinfer.checkpoints.adapters import Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import DEFAULTS, PENDING, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
@@ -20,11 +22,6 @@ from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.states import StatePool
 from nanoinfer.utils import processes
 from nanoinfer.utils.arrays import to_numpy
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from nanoinfer.checkpoints.adapters import Adapter
 
 MIN_KEPT = 64
 """New tokens of a sequence after which its state is kept."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +22,8 @@ from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
 from nanoinfer.sampling_params import LoRARequest, SamplingParams
 from nanoinfer.scheduling.sequence import PromptReads, Request
+from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.arrays import Array, to_numpy
-
-if TYPE_CHECKING:
-    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 PRIORITY = 1
 """Priority of the requests: others, which have 0 by default, are admitted first, however many texts wait."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.pooling import Pooling
+from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.arrays import BlockFormats, format_names
-
-if TYPE_CHECKING:
-    from nanoinfer.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

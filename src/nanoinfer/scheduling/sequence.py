@@ -10,18 +10,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from nanoinfer.config import EngineLimits
+from nanoinfer.engines.base import Handle
 from nanoinfer.errors import NanoinferError, too_long
+from nanoinfer.outputs import Delta, Logprob, RequestOutput
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
-
-if TYPE_CHECKING:
-    from nanoinfer.config import EngineLimits
-    from nanoinfer.engines.base import Handle
-    from nanoinfer.outputs import Delta, Logprob, RequestOutput
-    from nanoinfer.utils.arrays import Array
-
+from nanoinfer.utils.arrays import Array
 
 CacheKey = tuple[str | None, int]
 """The salt and the adapter of a request, which the keys and values of its tokens depend on."""

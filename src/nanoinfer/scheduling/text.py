@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nanoinfer.tokenizers.text_streams import DecodeStream
+from nanoinfer.tokenizers.text_streams import DecodeStream
 
 
 @lru_cache(maxsize=64)

@@ -18,8 +18,9 @@ import hashlib
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from markdown_it.token import Token
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -70,8 +71,6 @@ def _route(path: str, content: bytes, suffix: str, sources: str) -> Route:
     return Route(path, serve)
 
 
-if TYPE_CHECKING:
-    from markdown_it.token import Token
 MAX_CHARS = 1 << 15
 """Of a text. The slowest known one takes 0.5 to 0.8 s."""
 MAX_DEPTH = 32

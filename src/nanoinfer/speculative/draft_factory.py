@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.checkpoints.packed import PackedWeights
 from nanoinfer.checkpoints.transforms import truncate_layers
+from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
@@ -28,11 +28,7 @@ from nanoinfer.speculative.mtp import NextTokens
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
-from nanoinfer.tokenizers.tokenizer import fingerprint
-
-if TYPE_CHECKING:
-    from nanoinfer.checkpoints.weights import Weights
-    from nanoinfer.tokenizers.tokenizer import Tokenizer
+from nanoinfer.tokenizers.tokenizer import Tokenizer, fingerprint
 
 log = logging.getLogger("nanoinfer")
 

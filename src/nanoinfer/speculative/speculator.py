@@ -13,17 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.scheduling import sequence as scheduling
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, HiddenReader, Proposal
-
-if TYPE_CHECKING:
-    from nanoinfer.scheduling import sequence as scheduling
-    from nanoinfer.speculative.step_costs import StepCosts
+from nanoinfer.speculative.step_costs import StepCosts
 
 
 @dataclass
