@@ -237,6 +237,15 @@ class LayerKind:
     """Whether the block's output is multiplied by a number, which is a parameter."""
     recurrent: bool = False
     """Whether the layer has a state (`ModelConfig.recurrence`) in place of attention."""
+    beside: bool = False
+    """Whether a recurrent layer has attention too: both read the same input, and their outputs are added."""
+    mlp: bool = True
+    """Whether the layer has an MLP, or experts; else it is attention or a state alone."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.beside or not self.recurrent
 
     @property
     def num_projections(self) -> int:
@@ -258,6 +267,8 @@ class LayerKind:
             return "layers that attend to the keys and values of others"
         if self.recurrent:
             return "recurrent layers"
+        if not self.mlp:
+            return "layers without an MLP"
         names = {name for name in ("keys_as_values", "value_norm", "scaled") if getattr(self, name)}
         return f"layers with {', '.join(sorted(names))}" if names else None
 
@@ -267,10 +278,13 @@ class LayerKind:
             require_int("window", self.window, 1, 2**31 - 1)
         for name, size in self.sizes.items():
             require_int(name, size, 1, 2**31 - 1)
-        for name in ("keys_as_values", "value_norm", "scaled", "recurrent"):
+        for name in ("keys_as_values", "value_norm", "scaled", "recurrent", "beside", "mlp"):
             require_bool(name, getattr(self, name))
-        if self.recurrent and self != LayerKind(n_inner=self.n_inner, experts=self.experts, recurrent=True):
+        state = {name: getattr(self, name) for name in ("n_inner", "experts", "recurrent", "beside", "mlp")}
+        if self.recurrent and self != LayerKind(rotary=self.rotary if self.beside else None, **state):
             raise NanoinferError("a recurrent layer has no window, no positions, no keys and no values: leave them out")
+        if self.beside > self.recurrent or self.experts > self.mlp:
+            raise NanoinferError("beside=True needs recurrent=True, and experts=True needs mlp=True")
         if self.rotary is not None and self.rotary.dim > head_dim:
             raise NanoinferError(f"rotary dim={self.rotary.dim} is more than head_dim={head_dim}")
         if self.rotary is not None and self.rotary.query_growth and self.rotary.dim < head_dim:
@@ -388,6 +402,9 @@ class ModelConfig:
     """Whether attention's output is multiplied by the sigmoid of a projection of the layer's input."""
     mtp: bool = False
     """Whether the model is a block that predicts a further token of another model (`MTPInput` in models/layers.py)."""
+    weight_factors: tuple[tuple[str, tuple[tuple[float, int], ...]], ...] = field(default=(), compare=False)
+    """(name of a stored matrix in a layer, (factor, number of rows) of its parts): what the rows of stored weights are
+    multiplied by when they are read. A single part may have any number of rows."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_head", "n_embd"):
@@ -450,6 +467,12 @@ class ModelConfig:
         check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
         if (self.recurrence is not None) != any(kind.recurrent for kind in self.layers):
             raise NanoinferError("recurrent layers need a description of their state, and no others do: set recurrence")
+        if self.parallel_residual and not all(kind.mlp for kind in self.layers):
+            raise NanoinferError("parallel_residual=True needs an MLP in each layer")
+        if self.recurrence is not None and any(kind.beside for kind in self.layers):
+            others = self.recurrence.rule, self.qk_norm, self.norm_placement, self.sinks or self.attention_gate
+            if others != ("mamba2", "none", "before", False):
+                raise NanoinferError("beside=True is attention of plain heads beside rule=mamba2, with norms before it")
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
@@ -534,13 +557,15 @@ class ModelConfig:
     def qkv_widths(self, layer: int) -> tuple[int, ...]:
         """Return the widths of what a layer projects to: queries, keys, values and gate, without those that it lacks.
 
-        Of latent attention: queries or 0, their latent or 0, and what the keys of all heads are made of.
+        Of a recurrent layer: `Recurrence.widths`; with attention beside it, queries, keys, values, and their sum. Of
+        latent attention: queries or 0, their latent or 0, and what the keys of all heads are made of.
         """
         if (latent := self.latent) is not None:
             return 0 if latent.query_rank else self.n_head * latent.query_dim, latent.query_rank, latent.head_dim
         if self.layer(layer).recurrent:
             assert self.recurrence is not None
-            return self.recurrence.widths
+            widths = self.recurrence.widths
+            return (self.attn_dim, self.kv_dim, self.kv_dim, sum(widths)) if self.layer(layer).beside else widths
         at = self.at(layer)
         widths = (at.attn_dim, at.kv_dim, at.kv_dim)[: self.layer(layer).num_projections]
         return (*widths, at.attn_dim) if self.attention_gate else widths
@@ -548,7 +573,7 @@ class ModelConfig:
     @property
     def kv_layers(self) -> list[int]:
         """The layers that have keys and values of their own."""
-        return [i for i in range(self.n_layer) if self.kv_layer(i) == i and not self.layer(i).recurrent]
+        return [i for i in range(self.n_layer) if self.kv_layer(i) == i and self.layer(i).attends]
 
     @property
     def recurrent_layers(self) -> list[int]:
@@ -560,13 +585,12 @@ class ModelConfig:
         """The different windows of the layers."""
         return {self.layer(i).window for i in range(self.n_layer)}
 
-    @property
-    def block_norms(self) -> tuple[str, ...]:
-        """The norms of a block, in the order of its operations; those of queries and keys are not among them.
+    def block_norms(self, kind: LayerKind) -> tuple[str, ...]:
+        """Return the norms of a block, in the order of its operations; those of queries and keys are not among them.
 
         An MLP with experts beside it has its norms inside (models/experts.py), but for the last one.
         """
-        names = _BLOCK_NORMS[self.norm_placement]
+        names = tuple(n for n in _BLOCK_NORMS[self.norm_placement] if kind.mlp or n not in ("ln_2", "post_2"))
         beside = self.experts is not None and self.experts.beside
         return tuple(name for name in names if name != "ln_2") if beside else names
 

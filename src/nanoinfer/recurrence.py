@@ -36,7 +36,7 @@ class Recurrence:
     projection_bias: bool = False
     """Whether the layer's two projections have biases."""
     norm_groups: int = 1
-    """mamba2: number of equal groups of values that are normalised each by itself."""
+    """mamba2: number of equal groups of values that are normalised each by itself; 0: there is no norm."""
     tiled: bool = False
     """Whether the heads that share a key are num_key_heads apart, as in GGUF files; else they are adjacent."""
 
@@ -50,8 +50,9 @@ class Recurrence:
         require_int("width of the keys of a state", self.key_dim, low, 2**12)
         require_bool("bias of a convolution", self.bias)
         require_bool("bias of a state's projections", self.projection_bias)
-        require_int("groups of a state's norm", self.norm_groups, 1, self.inner_dim if self.rule == "mamba2" else 1)
-        if self.inner_dim % self.norm_groups:
+        low, high = (0, self.inner_dim) if self.rule == "mamba2" else (1, 1)
+        require_int("groups of a state's norm", self.norm_groups, low, high)
+        if self.norm_groups and self.inner_dim % self.norm_groups:
             raise NanoinferError(f"{self.inner_dim} values of a state are no multiple of {self.norm_groups} groups")
         require_bool("tiled", self.tiled)
         if self.num_key_heads and self.num_heads % self.num_key_heads:

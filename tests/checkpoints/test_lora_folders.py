@@ -47,6 +47,7 @@ CASES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "gpt2": (["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True}),
     "phi3": (["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {}),
     "gpt_neox": (["query_key_value", "dense", "dense_h_to_4h"], {"layers_to_transform": [0, 2]}),
+    "falcon_h1": ([*LLAMA, "in_proj"], {}),  # its weights have factors
     "ernie4_5": (LLAMA, {"init_lora_weights": "gaussian"}),
 }
 """Case -> target_modules, and further fields of LoraConfig."""

@@ -40,6 +40,7 @@ RULES = {
     "delta": Recurrence("delta", 4, 6, 10, 3, 8),
     "conv": Recurrence("conv", 3, 1, 40),
     "mamba2": Recurrence("mamba2", 4, 6, 16, 2, 8, bias=True),
+    "beside": Recurrence("mamba2", 3, 4, 11, 2, 9, norm_groups=0),
 }
 RUNGS = ("dynamic", "static", "paged", "cuda_graph", "native")
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -58,12 +59,19 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @cache
 def model(rule: str) -> Transformer:
-    """Return a random model with three recurrent layers of five, whose context is 96 tokens."""
-    attention, state = LayerKind(rotary=Rotary(8)), LayerKind(recurrent=True)
+    """Return a random model with three recurrent layers of five, whose context is 96 tokens.
+
+    beside: they have attention too, and one of the others has no MLP.
+    """
+    beside = rule == "beside"
+    attention, state = (
+        LayerKind(rotary=Rotary(8)),
+        LayerKind(rotary=Rotary(8) if beside else None, recurrent=True, beside=beside),
+    )
     config = ModelConfig(
         61, 96, 5, 4, 40, 64, False, "silu", num_kv_heads=2, head_size=16, learned_positions=False, norm="rms",
-        gated_mlp=True, layers=(state, attention, state, state, attention), recurrence=RULES[rule],
-        attention_gate=rule == "delta", eos_token_ids=(3,),
+        gated_mlp=True, layers=(state, replace(attention, mlp=not beside), state, state, attention),
+        recurrence=RULES[rule], attention_gate=rule == "delta", eos_token_ids=(3,),
     )  # fmt: skip
     gpt, generator = Transformer(config).eval(), torch.Generator().manual_seed(1)
     assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes(config)

@@ -320,10 +320,13 @@ _DELTA = _HYBRID | {
     "linear_num_value_heads": 6, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "num_hidden_layers": 6, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.4},
 }  # fmt: skip
-_MAMBA = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+_STATE = {
     "num_hidden_layers": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 3, "mamba_d_state": 7,
-    "mamba_d_conv": 3, "mamba_chunk_size": 32, "attention_multiplier": 0.3, "embedding_multiplier": 3.0,
+    "mamba_d_conv": 3, "mamba_chunk_size": 32,
+}  # fmt: skip
+_MAMBA = _STATE | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "attention_multiplier": 0.3, "embedding_multiplier": 3.0,
     "logits_scaling": 0.5, "position_embedding_type": None,
 }  # fmt: skip
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -337,6 +340,27 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         GRANITE4 | _MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12,
         "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True,
         "mamba_d_conv": 4, "mamba_d_head": "auto", "residual_multiplier": 0.5},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "num_hidden_layers": None, "hybrid_override_pattern": "M-MM*-*M-", "mamba_num_heads": 6,
+            "mamba_head_dim": 7, "n_groups": 3, "ssm_state_size": 5, "conv_kernel": 3, "head_dim": 10, "use_bias": True,
+            "chunk_size": 32,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        _STATE | {
+            "mamba_d_ssm": 42, "mamba_n_heads": 6, "mamba_d_head": 7, "num_hidden_layers": 3, "lm_head_multiplier": 0.4,
+            "embedding_multiplier": 3.0, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.4, "mlp_bias": True,
+            "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.2, 0.8, 1.3, 0.9],
+        },
+    ),
+    "falcon_h1-norm": (
+        "FalconH1Config",
+        _STATE | {"mamba_d_ssm": None, "num_hidden_layers": 3, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
     "lfm2": ("Lfm2Config", _HYBRID | {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]}),
     "lfm2_moe": (

@@ -24,7 +24,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 OWN_NAMES = ("gpt2", "gptj", "opt", "gpt_neo")  # of the fields in SHAPE
 OWN: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": 61}, "exaone": {"num_layers": 4}} | {
-    "granitemoehybrid": {"mamba_n_heads": 4}
+    "granitemoehybrid": {"mamba_n_heads": 4},
+    "nemotron_h": {"hybrid_override_pattern": "M-*-"},
 }
 """Fields that must fit SHAPE's."""
 NO_CLASS = ("exaone", "minicpm")  # in transformers
@@ -225,6 +226,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"layer_types": ["attention", "ssm"] * 2}, "layer_types=['attention', 'ssm', 'attention'"),
     ("granitemoehybrid", {"mamba_d_head": 9}, "mamba_n_heads=4 of mamba_d_head=9 values are not the"),
     ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
+    ("nemotron_h", {"hybrid_override_pattern": "M--M"}, "hybrid_override_pattern='M--M' is not supported: it must be"),
+    ("nemotron_h", {"layer_types": ["full_attention", "moe"] * 2}, "layer_types=['full_attention', 'moe', 'full_att"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers=4 is not supported: only 3 is"),
+    ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers=[1.0, 1.0, 1.0, 1.0] is not a list of 5 numbers"),
+    ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=None is not supported with mamba_rms_norm"),
+    ("falcon_h1", {"mamba_d_ssm": 1000}, "mamba_n_heads=128 of mamba_d_head=7 values are not the 1000 of a layer"),
     ("granitemoehybrid", {"position_embedding_type": "x"}, "position_embedding_type='x' is not supported: only None"),
     ("gpt_neo", {"attention_types": [["global"], 24]}, "attention_types=[['global'], 24] is not [[kinds, repeats]]"),
     (

@@ -27,6 +27,7 @@ STATES = {
     "delta, odd widths": Recurrence("delta", 2, 6, 39, 3, 7),
     "mamba2": Recurrence("mamba2", 4, 4, 64, 1, 16, bias=True),
     "mamba2, odd widths": Recurrence("mamba2", 5, 6, 11, 3, 9, projection_bias=True, norm_groups=3),
+    "beside, odd widths": Recurrence("mamba2", 3, 6, 11, 2, 9, norm_groups=0),
     "conv": Recurrence("conv", 3, 1, 64),
 }
 LENGTH = 300
@@ -35,8 +36,13 @@ TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, LENGTH))
 
 
 def weights_of(name: str) -> Weights:
-    """Return random weights of a model with a recurrent layer, one with attention, and a recurrent one."""
-    state, attention = LayerKind(recurrent=True), LayerKind(rotary=Rotary(16))
+    """Return random weights of a model with a recurrent layer, one with attention, and a recurrent one.
+
+    beside: the recurrent ones have attention too, and the other has no MLP.
+    """
+    beside, rotary = name.startswith("beside"), Rotary(16)
+    state = LayerKind(rotary=rotary if beside else None, recurrent=True, beside=beside)
+    attention = LayerKind(rotary=rotary, mlp=not beside)
     config = replace(
         TINY, block_size=320, n_embd=64, n_layer=3, n_head=4, n_inner=96, gated_mlp=True, activation="silu", norm="rms",
         bias=False, learned_positions=False, layers=(state, attention, state), recurrence=STATES[name],
@@ -104,7 +110,7 @@ def test_few_tokens_of_a_sequence_are_in_one_pass_over_the_layers() -> None:
     assert np.array_equal(np.concatenate(found), alone)
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba2, odd widths", "conv"])
+@pytest.mark.parametrize("name", ["delta", "mamba2, odd widths", "beside, odd widths", "conv"])
 @pytest.mark.parametrize("format", ["float16", "bfloat16", "int8", "int4"])
 def test_formats_and_packed_folders(format: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions, decays and norms are float32 in each. A packed folder gives the same bits."""

@@ -315,7 +315,16 @@ def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig)
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid-mamba", "granitemoehybrid-mamba-experts"]
+    "case",
+    [
+        "qwen3_5",
+        "qwen3_5_moe",
+        "lfm2",
+        "granitemoehybrid-mamba",
+        "granitemoehybrid-mamba-experts",
+        "nemotron_h",
+        "falcon_h1",
+    ],
 )
 def test_a_step_reads_states_of_recurrent_layers(case: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -30,7 +30,7 @@ from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Family, Recipe, split_name
+from nanoinfer.models.families.base import Family, Recipe, row_factors, split_name
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
@@ -224,6 +224,9 @@ def place(updates: Updates, config: ModelConfig, family: Family) -> Adapter:
         NanoinferError: a module is not in the base, or has other sizes there, or cannot be updated.
     """
     _split_fused(updates, family)
+    for stored, factors in config.weight_factors:  # as of the weights that they update
+        for module in [module for module in updates if module.endswith(f".{stored}")]:
+            updates[module] = updates[module][0], updates[module][1] * row_factors(factors)
     placed: dict[str, tuple[LowRank, ...]] = {}
     for name, shape in shapes(config).items():
         layer, part, suffix = split_name(name)

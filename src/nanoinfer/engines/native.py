@@ -318,6 +318,6 @@ def _layer_shape(model: ModelConfig, layer: int) -> Any:
         setattr(shape, name, getattr(model.at(layer), name))
     shape.kv_layer = -1 if kind.kv_layer is None else kind.kv_layer
     shape.num_projections, shape.value_norm, shape.scaled = kind.num_projections, kind.value_norm, kind.scaled
-    if kind.recurrent:
-        shape.recurrent = True
+    for name in ("recurrent", "beside", "mlp"):
+        setattr(shape, name, getattr(kind, name))
     return shape

@@ -282,10 +282,17 @@ class StaticShapeEngine(ModelEngine):
         masks = {window: self._mask(step, window) for window in self.config.windows}
 
         def run_block(layer: int, block: Block, x: Tensor, rotation: Rotation | None) -> Tensor:
-            if isinstance(block.attn, Recurrent):
-                return block(x, partial(self._recur, step.inputs, layer, block.attn))  # type: ignore[no-any-return]
-            mask = masks[self.config.layer(layer).window]
-            return self._block(block, x, rotation, self._cache.k[layer], self._cache.v[layer], step, mask)
+            kind, recur = (
+                self.config.layer(layer),
+                partial(self._recur, step.inputs, layer, cast(Recurrent, block.attn)),
+            )
+            if not kind.attends:
+                return block(x, recur)  # type: ignore[no-any-return]
+            k, v, mask = self._cache.k[layer], self._cache.v[layer], masks[kind.window]
+            if not kind.beside:
+                return self._block(block, x, rotation, k, v, step, mask)
+            attend = slot_attention(self.config, block, k, v, step.slots, step.pos, mask, step.dense)
+            return block(x, (attend, recur), rotation)  # type: ignore[no-any-return]
 
         return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
 

@@ -45,6 +45,7 @@ from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import soft_cap
+from nanoinfer.models.experts import ExpertMLP
 from nanoinfer.models.layers import GatedMLP, Rotation, rounded
 from nanoinfer.models.other_attention import SharedAttention
 from nanoinfer.models.recurrent import Recurrent
@@ -99,6 +100,8 @@ class TritonEngine(CudaGraphEngine):
         missing += ["per-layer embeddings"] * bool(config.per_layer_dim)
         if config.activation not in ACTIVATIONS and not all(config.layer(i).experts for i in range(config.n_layer)):
             missing.append(f"activation={config.activation}")
+        missing += ["layers without an MLP"] * any(not kind.mlp for kind in config.layers)
+        missing += ["attention beside a state"] * any(kind.beside for kind in config.layers)
         if missing:
             raise NanoinferError(f"engine triton has no kernel for {', '.join(missing)}: use engine=cuda_graph")
 
@@ -198,7 +201,7 @@ class TritonEngine(CudaGraphEngine):
             layer_norm(x, norm, normed)
             x, norm = normed, None
         if layer.experts:
-            return layer.block.mlp(x.to(self.dtype))  # type: ignore[no-any-return]
+            return cast(ExpertMLP, layer.block.mlp)(x.to(self.dtype))  # type: ignore[no-any-return]
         x, norm = self._input(x, norm)
         h = self._empty(len(x), layer.config.mlp_dim)
         mlp, c_fc = cast(MLP, layer.block.mlp), layer.weights["mlp.c_fc"]

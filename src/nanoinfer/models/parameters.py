@@ -42,9 +42,10 @@ def shapes(config: ModelConfig) -> Shapes:
         parameters["transformer.mtp.c_in.weight"] = (C, 2 * C)
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
-        norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms}
+        norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms(config.layer(layer))}
         parameters |= norms.get("ln_1", {}) | _attention_shapes(config, layer, f"{h}.attn") | norms.get("post_1", {})
-        parameters |= norms.get("ln_2", {}) | _mlp_shapes(config, layer, f"{h}.mlp") | norms.get("post_2", {})
+        if config.layer(layer).mlp:
+            parameters |= norms.get("ln_2", {}) | _mlp_shapes(config, layer, f"{h}.mlp") | norms.get("post_2", {})
         if config.layer(layer).scaled:
             parameters[f"{h}.after.scale"] = (1,)
         if P:
@@ -73,7 +74,7 @@ def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
 def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a layer's attention, whose names begin with `name`."""
     if config.layer(layer).recurrent:
-        return _recurrent_shapes(config, name)
+        return _recurrent_shapes(config, layer, name)
     at, widths = config.at(layer), config.qkv_widths(layer)
     parameters: Shapes = {f"{name}.sinks": (at.n_head,)} if config.sinks else {}
     parameters |= _linear(config, f"{name}.c_attn", sum(widths), config.n_embd, "qkv")
@@ -88,12 +89,14 @@ def _attention_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     return parameters | (_norm(config, f"{name}.sub_norm", at.attn_dim) if config.sub_norms else {})
 
 
-def _recurrent_shapes(config: ModelConfig, name: str) -> Shapes:
+def _recurrent_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a recurrent layer, whose names begin with `name`."""
     state = config.recurrence
     assert state is not None
     parameters = {f"{name}.{part}": shape for part, shape in recurrent_vectors(config).items()}
-    matrices = {"c_attn": (sum(state.widths), config.n_embd), "c_proj": (config.n_embd, state.inner_dim)}
+    matrices = {"c_attn": (sum(config.qkv_widths(layer)), config.n_embd), "c_proj": (config.n_embd, state.inner_dim)}
+    if config.layer(layer).beside:
+        matrices |= {"c_proj": (config.n_embd, config.attn_dim), "state_proj": matrices["c_proj"]}
     for part, shape in matrices.items():
         parameters[f"{name}.{part}.weight"] = shape
         if state.projection_bias:
@@ -112,7 +115,7 @@ def recurrent_vectors(config: ModelConfig) -> Shapes:
         parameters |= dict.fromkeys(("a_log", "dt_bias"), (state.num_heads,))
     if state.rule == "mamba2":
         parameters["skip_scale"] = (state.num_heads,)
-    if state.rule != "conv":
+    if state.rule != "conv" and state.norm_groups:
         parameters["norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
     return parameters
 

@@ -18,12 +18,14 @@ Whoever reads GPT-2 can leave this file out: transformer.py selects it by one li
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.models.layers import rotate
 from nanoinfer.recurrence import Recurrence
 
 CHUNK = 64
@@ -37,6 +39,8 @@ def recurrent_layer(config: ModelConfig, kind: LayerKind) -> Recurrent | None:
     if not kind.recurrent:
         return None
     assert config.recurrence is not None
+    if kind.beside:
+        return Mamba2BesideAttention(config)
     return {"conv": ShortConvolution, "delta": DeltaRule, "mamba2": Mamba2}[config.recurrence.rule](config)
 
 
@@ -171,15 +175,20 @@ class Mamba2(HeadStates):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.skip_scale = nn.Parameter(torch.empty(self.shape.num_heads))
-        self.norm_scale = nn.Parameter(torch.empty(self.shape.inner_dim))
+        self.norm_scale = nn.Parameter(torch.empty(self.shape.inner_dim)) if self.shape.norm_groups else None
 
     def forward(self, x: Tensor, recur: Recur, rotation: object = None) -> Tensor:
         """Return the layer's output of x, (..., C), same shape."""
-        z, xbc, step = self.c_attn(x).split(self.shape.widths, -1)
+        return self.c_proj(self.values(self.c_attn(x), recur))  # type: ignore[no-any-return]
+
+    def values(self, projected: Tensor, recur: Recur) -> Tensor:
+        """Return the values before the last projection, (..., H Dv), of the first one's outputs."""
+        z, xbc, step = torch.split(projected, list(self.shape.widths), -1)
         y = recur(torch.cat((xbc.float(), self._decay(step)), -1)) * F.silu(z.float())
-        y = y.view(*y.shape[:-1], self.shape.norm_groups, -1)
-        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.norm_scale.float()
-        return self.c_proj(y.to(x.dtype))  # type: ignore[no-any-return]
+        if self.norm_scale is not None:
+            y = y.view(*y.shape[:-1], self.shape.norm_groups, -1)
+            y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.norm_scale.float()
+        return y.to(projected.dtype)
 
     def _heads(self, x: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
         v, k, q = x.tensor_split((self.shape.inner_dim, self.shape.inner_dim + keys), -1)
@@ -188,6 +197,27 @@ class Mamba2(HeadStates):
     def _update(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         y, matrix = gated_linear_attention(matrix, q, k, v * gates[..., None], -self.a_log.float().exp() * gates, None)
         return y + v * self.skip_scale.float()[:, None], matrix
+
+
+class Mamba2BesideAttention(Mamba2):
+    """Mamba 2 and attention of the same input, whose outputs are added (Falcon-H1). They share the first projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.heads, self.kv_heads = (config.n_head, config.head_dim), (config.n_kv_head, config.head_dim)
+        self.widths = (config.attn_dim, config.kv_dim, config.kv_dim, sum(self.shape.widths))
+        self.state_proj, bias = self.c_proj, self.shape.projection_bias
+        self.c_attn = nn.Linear(config.n_embd, sum(self.widths), bias=bias)
+        self.c_proj = nn.Linear(config.attn_dim, config.n_embd, bias=bias)
+
+    def forward(self, x: Tensor, calls: Any, rotation: Any = None) -> Tensor:
+        """Return the layer's output of x, (..., C), same shape. calls: `attend` (transformer.py) and `recur`."""
+        attend, recur = calls
+        q, k, v, projected = self.c_attn(x).split(self.widths, -1)
+        q, k, v = q.unflatten(-1, self.heads), k.unflatten(-1, self.kv_heads), v.unflatten(-1, self.kv_heads)
+        if rotation is not None:
+            q, k = rotate(torch.cat((q, k), -2), rotation).tensor_split((self.heads[0],), -2)
+        return self.c_proj(attend(q, k, v).flatten(-2)) + self.state_proj(self.values(projected, recur))  # type: ignore[no-any-return]
 
 
 def gated_linear_attention(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -121,13 +121,15 @@ class Block(nn.Module):
         super().__init__()
 
         def norm(name: str) -> nn.Module:
-            return make_norm(config) if name in config.block_norms else nn.Identity()
+            return make_norm(config) if name in config.block_norms(kind) else nn.Identity()
 
         self.ln_1 = norm("ln_1")
         self.attn = recurrent_layer(config, kind) or other_attention(config, kind) or Attention(config)
         self.post_1 = norm("post_1")
         self.ln_2 = norm("ln_2")
-        self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
+        self.mlp = None
+        if kind.mlp:
+            self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
         self.post_2 = norm("post_2")
         self.after = AfterBlock(config, kind) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"
@@ -140,6 +142,8 @@ class Block(nn.Module):
         """Return the block's output of x, (..., C), same shape."""
         normed = self.ln_1(x)
         y = x + self._branch(self.post_1(self.attn(normed, attend, rotation)))
+        if self.mlp is None:
+            return y
         mlp = self.post_2(self.mlp(normed if self.shared else self.ln_2(x if self.parallel else y)))
         return y + self._branch(mlp)
 
@@ -201,13 +205,15 @@ class Transformer(nn.Module):
         """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
-    def _attention(self, cache: KeyValues, layer: int, block: Block) -> Callable[..., Tensor]:
-        """Return what a layer's module calls: attention, or what a state gives."""
-        if isinstance(block.attn, Recurrent):
-            return partial(cast(LayerCache, cache).recur, layer, block.attn)
-        c, window = self.config, self._kinds[layer].window
-        spec = AttentionSpec(c.kv_layer(layer), window, c.attention_scale, c.attention_softcap, block.attn.sinks)
-        return attend_through(cache, layer, spec)
+    def _attention(self, cache: KeyValues, layer: int, block: Block) -> Any:
+        """Return what a layer's module calls: attention, what a state gives, or both."""
+        c, kind = self.config, self._kinds[layer]
+        spec = AttentionSpec(c.kv_layer(layer), kind.window, c.attention_scale, c.attention_softcap, block.attn.sinks)
+        attend = attend_through(cache, layer, spec)
+        if not isinstance(block.attn, Recurrent):
+            return attend
+        recur = partial(cast(LayerCache, cache).recur, layer, block.attn)
+        return (attend, recur) if kind.beside else recur
 
     def hidden(
         self,

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.parameters import recurrent_vectors
 from nanoinfer.roofline.formats import WeightFormat
@@ -220,7 +220,7 @@ def _step(
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
     kinds: dict[tuple[int, ...], list[int]] = {}  # layers by what they cost
     for i in range(config.n_layer):
-        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim, int(config.layer(i).recurrent))
+        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim, config.layer(i).recurrent)
         kinds.setdefault((config.layer(i).window or 0, *_layer_weights(config, fmt, i), *sizes), []).append(i)
 
     def experts(num_bytes: int) -> Poly:
@@ -234,19 +234,17 @@ def _step(
         (
             Cost(
                 tokens * (2 * sum(rows * columns for _, rows, columns in _attention_matrices(config, of[0])))
-                + (
-                    tokens * _state_products(config)
-                    if config.layer(of[0]).recurrent
-                    else products(w) * (2 * config.at(of[0]).attn_dim)  # q k^T and scores v: 2 products over all heads
-                ),
+                # q k^T and scores v: 2 products over all heads
+                + (products(w) * (2 * config.at(of[0]).attn_dim) if config.layer(of[0]).attends else Poly())
+                + (tokens * _state_products(config) if config.layer(of[0]).recurrent else Poly()),
                 Poly.of({(0, 0): attention})
-                + (
-                    state_layer(config)
-                    if config.layer(of[0]).recurrent
-                    else kv_cache_layer(config.at(of[0]), fmt, reach(w))
-                ),
+                + (kv_cache_layer(config.at(of[0]), fmt, reach(w)) if config.layer(of[0]).attends else Poly())
+                + (state_layer(config) if config.layer(of[0]).recurrent else Poly()),
             ),
-            Cost(tokens * (2 * _mlp_weights(config.at(of[0]), expert > 0)), Poly.of({(0, 0): mlp}) + experts(expert)),
+            Cost(
+                tokens * (2 * _mlp_weights(config.at(of[0]), config.layer(of[0]), expert > 0)),
+                Poly.of({(0, 0): mlp}) + experts(expert),
+            ),
             len(of),
         )
         for (w, attention, mlp, expert, *_), of in sorted(
@@ -264,8 +262,10 @@ def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int,
     """Return the matrices of a layer's attention: name, rows, columns."""
     C, H, latent = config.n_embd, config.n_head, config.latent
     qkv = ("attn.c_attn", sum(config.qkv_widths(layer)), C)
-    if config.recurrence is not None and config.layer(layer).recurrent:
-        return [qkv, ("attn.c_proj", C, config.recurrence.inner_dim)]
+    if (state := config.recurrence) is not None and config.layer(layer).beside:
+        return [qkv, ("attn.c_proj", C, config.attn_dim), ("attn.state_proj", C, state.inner_dim)]
+    if state is not None and config.layer(layer).recurrent:
+        return [qkv, ("attn.c_proj", C, state.inner_dim)]
     if latent is None:
         return [qkv, ("attn.c_proj", C, config.at(layer).attn_dim)]
     q_b = [("attn.q_b", H * latent.query_dim, latent.query_rank)] if latent.query_rank else []
@@ -273,14 +273,14 @@ def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int,
     return [qkv, *q_b, *kv, ("attn.c_proj", C, H * latent.value_dim)]
 
 
-def _mlp_weights(config: ModelConfig, mixed: bool) -> int:
+def _mlp_weights(config: ModelConfig, kind: LayerKind, mixed: bool) -> int:
     """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`.
 
     The products of per-layer embeddings count here: making a layer's input, the gate, and the one after it.
     """
     C, experts, inputs = config.n_embd, config.experts, 3 * config.n_embd * config.per_layer_dim
     if not mixed or experts is None:
-        return C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
+        return kind.mlp * C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
     width = experts.per_token * experts.width + (config.mlp_dim if experts.beside else experts.shared_width)
     return 3 * C * width + C * experts.count + C * experts.shared_gate + inputs
 
@@ -298,8 +298,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
 
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms)
-    of_attention = len(config.block_norms) - of_mlp
+    of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms(config.layer(layer)))
+    of_attention = len(config.block_norms(config.layer(layer))) - of_mlp
     qk_norm = {"head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}.get(config.qk_norm, 0)
     if (latent := config.latent) is not None:
         qk_norm = latent.query_rank + latent.rank
@@ -327,6 +327,8 @@ def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[
         router = E * (C + config.experts.bias) + config.experts.shared_gate * C
         shared += router * s + E * config.experts.correction * 4 + beside * (4 * norm * C + C + E) * s
         return attention, norms + shared, of_all // E + config.experts.bias * (2 * D + C) * s
+    if not config.layer(layer).mlp:
+        return attention, norms, 0
     mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
     if config.gated_mlp:
         mlp += matrix("mlp.c_gate", F, C) + bias * F * s

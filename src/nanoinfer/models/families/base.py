@@ -248,6 +248,12 @@ def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp
     return np.concatenate((rows[:turned].reshape(-1, config.head_dim)[:, dims].reshape(-1), rows[turned:]))
 
 
+def row_factors(parts: tuple[tuple[float, int], ...]) -> NDArray[np.float32]:
+    """Return `ModelConfig.weight_factors` of a matrix as (rows, 1), or (1, 1): of any row."""
+    factors, counts = zip(*parts, strict=True)
+    return np.repeat(np.array(factors, np.float32), counts)[:, None]
+
+
 _NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*?)(\.weight|\.bias|)")
 
 

@@ -232,7 +232,7 @@ void bind_decoder(nb::module_& m) {
       .def(nb::init<>())
 #define NI_FIELD(name) .def_rw(#name, &LayerShape::name)
       NI_FIELD(n_head) NI_FIELD(n_kv_head) NI_FIELD(head_dim) NI_FIELD(mlp_dim) NI_FIELD(kv_layer)
-      NI_FIELD(num_projections) NI_FIELD(value_norm) NI_FIELD(scaled) NI_FIELD(recurrent);
+      NI_FIELD(num_projections) NI_FIELD(value_norm) NI_FIELD(scaled) NI_FIELD(recurrent) NI_FIELD(beside) NI_FIELD(mlp);
 #undef NI_FIELD
   nb::class_<StateShape>(m, "StateShape", "The states of recurrent layers: nanoinfer.recurrence.Recurrence without its rule.")
       .def(nb::init<>())

@@ -64,6 +64,7 @@ void check_layer(const DecoderShape& s, std::int64_t index) {
           "frequencies must be at most half of head_dim");
   require(l.num_projections >= 1 && l.num_projections <= 3 && (l.num_projections == 1) == (of >= 0),
           "num_projections must be 2 or 3, or 1 of a layer with kv_layer: " + str(l.num_projections));
+  require(l.mlp || !s.parallel_residual, "parallel_residual needs an MLP in each layer");
   if (of < 0) return;
   require(of < index && s.layers[of].kv_layer < 0 && s.layers[of].n_kv_head == l.n_kv_head &&
               s.layers[of].head_dim == l.head_dim,
@@ -88,9 +89,13 @@ void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
   require(r.rule != Rule::conv || (r.num_heads == 1 && !r.key_dim && !r.num_key_heads), "a state of rule conv has no keys");
   require(!r.num_key_heads || r.num_heads % r.num_key_heads == 0,
           str(r.num_heads) + " heads of a state are no multiple of " + str(r.num_key_heads) + " of keys");
-  check_size("groups of a state's norm", r.norm_groups);
-  require(r.inner_dim() % r.norm_groups == 0, "groups of a state's norm must divide its values: " + str(r.norm_groups));
-  check_size("the projections of a recurrent layer", r.width());
+  check_size("groups of a state's norm", r.norm_groups, r.rule != Rule::mamba2);
+  require(!r.norm_groups || r.inner_dim() % r.norm_groups == 0, "groups of a state's norm must divide its values: " + str(r.norm_groups));
+  for (const LayerShape& l : s.layers) {
+    require(!l.beside || (l.recurrent && !s.attention_gate && !s.sinks && !s.norm_after && s.qk_norm == QueryKeyNorm::none),
+            "attention beside a state needs a recurrent layer, and no gate, sinks, qk_norm or norms after it");
+    check_size("the projections of a recurrent layer", r.width() + l.attn_dim() + 2 * l.kv_dim());
+  }
   check_size("the state of a layer", r.num_state());
 }
 
@@ -173,7 +178,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
 std::vector<LayerHeads> heads_of(const DecoderShape& s) {
   std::vector<LayerHeads> heads;
   for (std::int64_t i = 0; i < s.n_layer; ++i)
-    heads.push_back({s.layers[i].recurrent ? 0 : s.layers[i].n_kv_head, s.layers[i].head_dim, s.layers[i].kv_layer < 0 ? i : s.layers[i].kv_layer});
+    heads.push_back({s.layers[i].attends() ? s.layers[i].n_kv_head : 0, s.layers[i].head_dim, s.layers[i].kv_layer < 0 ? i : s.layers[i].kv_layer});
   return heads;
 }
 
@@ -239,14 +244,12 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
     layer.sinks.resize(l.n_head);
     slots_[prefix + "attn.sinks"] = {.vector = layer.sinks.data(), .columns = l.n_head};
   }
-  if (l.recurrent) {
-    add_recurrent(prefix + "attn.", layer);
-  } else {
-    const std::int64_t projected = (1 + s.attention_gate) * q + (l.num_projections - 1) * kv;
-    add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : projected, C);
-    if (s.latent_rank) add_latent(prefix + "attn.", layer);
-    add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
-  }
+  const std::int64_t projected = l.attends() ? (1 + s.attention_gate) * q + (l.num_projections - 1) * kv : 0;
+  const std::int64_t width = projected + (l.recurrent ? s.recurrence.width() : 0);
+  add_parts(prefix + "attn.c_attn", layer.c_attn, s.latent_rank ? s.down_dim() : width, C);
+  if (s.latent_rank) add_latent(prefix + "attn.", layer);
+  if (l.attends()) add_matrix(prefix + "attn.c_proj", layer.c_proj, C, s.latent_rank ? s.values_dim() : q, /*with_bias=*/true);
+  if (l.recurrent) add_recurrent(prefix + "attn.", layer, l.beside);
   if (s.qk_norm != QueryKeyNorm::none && !l.recurrent) {
     const bool shared = s.qk_norm == QueryKeyNorm::head;
     add_norm(prefix + "attn.q_norm", layer.q_norm, shared ? l.head_dim : q);
@@ -261,6 +264,7 @@ void Decoder::add_layer(const std::string& prefix, std::int64_t index) {
     add_norm(prefix + "mlp.sub_norm", layer.mlp_sub, l.mlp_dim);
   }
   if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
+  if (!l.mlp) return add_after(prefix + "after.", layer, l.scaled);
   const bool beside = s.sparse[index] && s.experts_beside;
   if (s.norm_before && !s.shared_norm && !beside) add_norm(prefix + "ln_2", layer.ln_2, C);
   if (s.sparse[index]) add_experts(prefix + "mlp.", layer);

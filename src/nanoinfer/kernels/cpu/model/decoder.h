@@ -105,7 +105,7 @@ class Decoder {
   void add_layer(const std::string& prefix, std::int64_t index);
   void add_layer_inputs();
   void add_after(const std::string& prefix, LayerWeights& layer, bool scaled);
-  void add_recurrent(const std::string& prefix, LayerWeights& layer);  // recurrent.cpp
+  void add_recurrent(const std::string& prefix, LayerWeights& layer, bool beside);  // recurrent.cpp
   void add_latent(const std::string& prefix, LayerWeights& layer);  // latent.cpp
   void add_mlp(const std::string& prefix, LayerWeights& layer, std::int64_t width);
   void add_experts(const std::string& prefix, LayerWeights& layer);

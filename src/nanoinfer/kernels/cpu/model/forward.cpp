@@ -30,11 +30,12 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
   const bool recurrent = s.recurrence.rule != Rule::none;
-  std::int64_t qkv_dim = recurrent ? s.recurrence.width() : 0, head_dim = 0;  // the largest of all layers
+  std::int64_t qkv_dim = 0, head_dim = 0;  // the largest of all layers
   std::int64_t attn_dim = std::max(s.values_dim(), s.recurrence.inner_dim());
   std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
   for (const LayerShape& l : s.layers) {
-    qkv_dim = std::max(qkv_dim, (1 + s.attention_gate) * l.attn_dim() + 2 * l.kv_dim());
+    qkv_dim = std::max(qkv_dim, l.attends() * ((1 + s.attention_gate) * l.attn_dim() + 2 * l.kv_dim()) +
+                                    (l.recurrent ? s.recurrence.width() : 0));
     attn_dim = std::max(attn_dim, l.attn_dim());
     mlp_dim = std::max(mlp_dim, l.mlp_dim);
     head_dim = std::max(head_dim, l.head_dim);
@@ -264,6 +265,7 @@ void ForwardPass::layer(std::int64_t index) {
     attention(index);
     return mixture(index);
   }
+  if (!model_.shape.layers[index].mlp) return attention(index);
   if (model_.shape.parallel_residual) {  // both read the x before the layer
     mlp_hidden(index);
     attention(index);
@@ -276,10 +278,10 @@ void ForwardPass::layer(std::int64_t index) {
 
 void ForwardPass::attention(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
-  if (w.recurrent) return recurrent(index);
   prepare_input(w.ln_1, w.c_attn[0]);
   if (latent_) latent_queries(w);
   else multiply_parts(w.c_attn, qkv_, qkv_stride_);
+  if (!model_.shape.layers[index].attends()) return recurrent(index);
   store(index);
   attend(index);
   if (model_.shape.attention_gate) add_rows(&PartSeconds::others, [this, index](int, std::int64_t r) { gate_attended(index, r); });
@@ -287,6 +289,7 @@ void ForwardPass::attention(std::int64_t index) {
   else if (model_.shape.sub_norms) prepare_normed(w.attn_sub, attended_, attended_stride_, w.c_proj);
   else prepare(attended_, attended_stride_, w.c_proj);
   residual(w.c_proj, w.post_1);
+  if (w.recurrent) recurrent(index);
 }
 
 void ForwardPass::mlp_hidden(std::int64_t index) {

@@ -23,11 +23,14 @@ struct LayerShape {
   std::int64_t num_projections = 3;   // of queries, keys and values, in this order
   bool value_norm = false;            // of each head, without a weight
   bool recurrent = false;             // whether it has a state in place of attention (recurrent.h)
+  bool beside = false;                // whether it has attention beside the state, of the same input
+  bool mlp = true;                    // whether it has an MLP or experts
   bool scaled = false;                // whether x is multiplied by a parameter after the layer
   float scale = 0;                    // of the scores: DecoderShape::attention_scale, or 1 / sqrt(head_dim)
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
   std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+  bool attends() const { return beside || !recurrent; }
 };
 
 // What a layer has in place of attention (nanoinfer.recurrence.Recurrence, which describes the fields).
@@ -35,7 +38,7 @@ enum class Rule { none, conv, delta, mamba2 };
 struct StateShape {
   Rule rule = Rule::none;             // none: no layer is recurrent
   std::int64_t taps = 0, num_heads = 0, value_dim = 0, num_key_heads = 0, key_dim = 0;
-  std::int64_t norm_groups = 1;       // of mamba2, of its values
+  std::int64_t norm_groups = 1;       // of mamba2, of its values; 0: no norm
   bool tiled = false;
 
   std::int64_t inner_dim() const { return num_heads * value_dim; }
@@ -136,6 +139,7 @@ struct RecurrentWeights {
   std::vector<float> conv, conv_bias;             // (taps, channels), (channels)
   std::vector<float> a_log, dt_bias, skip_scale;  // (heads) each, or none
   NormWeights norm;                               // of the outputs: (value_dim), or of mamba2 (inner_dim)
+  Matrix proj{};                                  // of the outputs
 };
 
 struct LayerWeights {
@@ -270,7 +274,7 @@ class ForwardPass {
   void add_to_residual(std::int64_t row, const NormWeights& post) const;
   void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
   void latent_norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
-  void gate_outputs(const RecurrentWeights& w, std::int64_t row) const;
+  void gate_outputs(const RecurrentWeights& w, const float* projected, float* y) const;
   void gate_attended(std::int64_t layer, std::int64_t row) const;
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare_row(const float* x, const Matrix& next, int rank, std::int64_t row);

@@ -155,20 +155,20 @@ void RecurrentLayers::keep(std::int64_t layer, const Outputs& rows, std::int64_t
   }
 }
 
-// From x to its sum with the layer's outputs.
+// From the outputs of c_attn to the sum of x with the layer's.
 void ForwardPass::recurrent(std::int64_t index) {
   const LayerWeights& layer = model_.layers[index];
   const RecurrentWeights& w = *layer.recurrent;
   const RecurrentLayers& states = *states_;
-  prepare_input(layer.ln_1, layer.c_attn[0]);
-  multiply_parts(layer.c_attn, qkv_, qkv_stride_);
+  const LayerShape& l = model_.shape.layers[index];
+  float* const projected = qkv_ + (l.beside ? l.attn_dim() + 2 * l.kv_dim() : 0);
   if (model_.shape.recurrence.rule == Rule::conv)
-    add_rows(&PartSeconds::others, [this](int, std::int64_t r) {
+    add_rows(&PartSeconds::others, [this, projected](int, std::int64_t r) {
       const std::int64_t n = model_.shape.recurrence.inner_dim();
-      float *before = qkv_ + r * qkv_stride_, *x = before + 2 * n;
+      float *before = projected + r * qkv_stride_, *x = before + 2 * n;
       for (std::int64_t i = 0; i < n; ++i) x[i] *= before[i];
     });
-  const RecurrentLayers::Outputs rows{qkv_, qkv_stride_, attended_, attended_stride_};
+  const RecurrentLayers::Outputs rows{projected, qkv_stride_, attended_, attended_stride_};
   add(&PartSeconds::attention, states.num_runs() * states.items(), [this, &w, &states, index, rows](int rank, Range some) {
     for (std::int64_t i = some.begin; i < some.end; ++i)
       states.process(kernels_, w, index, rows, i / states.items(), i % states.items(), rank);
@@ -176,36 +176,35 @@ void ForwardPass::recurrent(std::int64_t index) {
   add(&PartSeconds::attention, states.num_runs(), [&states, index, rows](int, Range some) {
     for (std::int64_t i = some.begin; i < some.end; ++i) states.keep(index, rows, i);
   });
-  add_rows(&PartSeconds::others, [this, &layer, &w](int rank, std::int64_t r) {
-    gate_outputs(w, r);
-    prepare_row(attended_ + r * attended_stride_, layer.c_proj, rank, r);
-  }, [this, &layer](Range some) { project(attended_, attended_stride_, layer.c_proj, some); });
-  residual(layer.c_proj, layer.post_1);
+  add_rows(&PartSeconds::others, [this, projected, &w](int rank, std::int64_t r) {
+    gate_outputs(w, projected + r * qkv_stride_, attended_ + r * attended_stride_);
+    prepare_row(attended_ + r * attended_stride_, w.proj, rank, r);
+  }, [this, &w](Range some) { project(attended_, attended_stride_, w.proj, some); });
+  residual(w.proj, layer.post_1);
 }
 
 // The outputs of the states of a row, in place: their norm and their gate.
-void ForwardPass::gate_outputs(const RecurrentWeights& w, std::int64_t row) const {
+void ForwardPass::gate_outputs(const RecurrentWeights& w, const float* projected, float* y) const {
   const StateShape& s = model_.shape.recurrence;
   const std::int64_t n = s.inner_dim();
-  float *y = attended_ + row * attended_stride_, *z = qkv_ + row * qkv_stride_ + s.output_gate_at();
+  const float* z = projected + s.output_gate_at();
   if (s.rule == Rule::conv)
     for (std::int64_t i = 0; i < n; ++i) y[i] *= z[i];
   if (s.rule == Rule::delta)
     for (std::int64_t i = 0; i < n; i += s.value_dim) norm(w.norm, y + i, s.value_dim, y + i);
   if (s.rule != Rule::conv) kernels_.gate(y, z, n, Gate::silu);
-  if (s.rule != Rule::mamba2) return;
+  if (s.rule != Rule::mamba2 || s.norm_groups == 0) return;
   const std::int64_t group = n / s.norm_groups;
   for (std::int64_t i = 0; i < n; i += group)
     kernels_.norm(Norm::rms, y + i, w.norm.weight.data() + i, w.norm.bias.data(), group, model_.shape.epsilon, y + i);
 }
 
-void Decoder::add_recurrent(const std::string& prefix, LayerWeights& layer) {
+void Decoder::add_recurrent(const std::string& prefix, LayerWeights& layer, bool beside) {
   const DecoderShape& shape = model_.shape;
   const StateShape& s = shape.recurrence;
   layer.recurrent = std::make_unique<RecurrentWeights>();
   RecurrentWeights& w = *layer.recurrent;
-  add_parts(prefix + "c_attn", layer.c_attn, s.width(), shape.n_embd);
-  add_matrix(prefix + "c_proj", layer.c_proj, shape.n_embd, s.inner_dim(), /*with_bias=*/true);
+  add_matrix(prefix + (beside ? "state_proj" : "c_proj"), w.proj, shape.n_embd, s.inner_dim(), /*with_bias=*/true);
   w.conv.resize(s.taps * s.num_channels());
   slots_[prefix + "conv"] = {.vector = w.conv.data(), .rows = s.num_channels(), .columns = s.taps, .transposed = true};
   const auto add = [&](const char* name, std::vector<float>& values, std::int64_t count, bool optional = false) {
@@ -217,6 +216,7 @@ void Decoder::add_recurrent(const std::string& prefix, LayerWeights& layer) {
   add("a_log", w.a_log, s.num_heads);
   add("dt_bias", w.dt_bias, s.num_heads);
   if (s.rule == Rule::mamba2) add("skip_scale", w.skip_scale, s.num_heads);
+  if (s.norm_groups == 0) return;
   const std::int64_t width = s.rule == Rule::mamba2 ? s.inner_dim() : s.value_dim;
   add("norm_scale", w.norm.weight, width);
   w.norm.bias.assign(width, 0.0f);
