@@ -1,11 +1,11 @@
-"""The configuration of layers that have a state in place of keys and values (models/recurrent.py)."""
+"""The configuration of what layers have in place of keys and values: a state (models/recurrent.py), or latents."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import require_bool, require_choice, require_int
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 RULES = ("conv", "delta", "mamba2")
 
@@ -94,3 +94,44 @@ class Recurrence:
         if self.rule == "conv":
             return inner, inner, inner
         return (channels, inner, heads, heads) if self.rule == "delta" else (inner, channels, heads)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products of one small vector.
+
+    Raises:
+        NanoinferError: a field is out of range.
+    """
+
+    rank: int
+    """Width of the latent of keys and values."""
+    rotary_dim: int
+    """Width of the rotated part of queries and keys; that of keys is shared by all heads."""
+    plain_dim: int
+    """Width of the other part of the queries and keys of a head."""
+    value_dim: int
+    """Width of the values of a head."""
+    query_rank: int = 0
+    """Width of the latent of queries; 0: they are a product of the layer's input."""
+    norm_epsilon: float = 1e-6
+    """Constant in the norms of the latents."""
+    further_layers: int = field(default=0, compare=False)
+    """Layers after the last one in a folder, which predict further tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rotary_dim", "plain_dim", "value_dim"):
+            require_int(f"latent {name}", getattr(self, name), 1, 2**15)
+        require_int("latent further_layers", self.further_layers, 0, 2**15)
+        require_int("latent query_rank", self.query_rank, 0, 2**16)
+        require_float("latent norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+
+    @property
+    def query_dim(self) -> int:
+        """Width of the queries of a head."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head in attention, where all heads share one key: the rotated part, then the latent."""
+        return self.rotary_dim + self.rank
