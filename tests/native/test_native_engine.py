@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import runpy
 import subprocess
 import sys
 import weakref
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.environment import ROOT
 from helpers.models import TINY, make_folder, make_model, refuses
 from helpers.native import BLOCK, FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 from nanoinfer import LLM, SamplingParams
@@ -325,3 +327,19 @@ def test_a_nan_in_one_row_reaches_no_other(fmt: str) -> None:
         assert np.isfinite(got[3]).all()
         assert np.isnan(got[4:6]).all()
         assert np.array_equal(got[6:], expected[1]), isa
+
+
+def test_the_busiest_of_many_threads_has_a_share_that_is_known(tmp_path: Path) -> None:
+    """The phases of a step, without more threads: a phase more, or larger items, are a loss on many cores."""
+    config = replace(TINY, n_embd=256, n_head=4, n_layer=3, vocab_size=2048)
+    llm = LLM(str(make_folder(tmp_path, config)), engine="native", threads=1, max_num_seqs=4)
+    script = runpy.run_path(str(ROOT / "benchmarks" / "threads.py"))
+    for batch in (1, 4):
+        rows, heads = ("everything else", batch), ("attention", 4 * batch)
+        first = [rows, ("matrix products", 24), ("attention", batch), heads, rows, ("matrix products", 8)]
+        layer = [*first, rows, ("matrix products", 32), rows, ("matrix products", 8)]
+        plan = script["phases"](llm, batch)
+        assert [phase[:2] for phase in plan] == [rows, *3 * layer, rows, ("output head", 64)]
+        assert [round(script["bound"](plan, n), 2) for n in (1, 2, 8, 16, 64)] == [1.0, 2.0, 8.0, 11.35, 16.0]
+        assert math.isclose(sum(phase.num_bytes for phase in plan), llm.core.engine._decoder.weight_bytes, rel_tol=1e-4)
+    assert [script["largest"](24, n) for n in (8, 16, 64)] == [3 / 24, 2 / 24, 1 / 24]

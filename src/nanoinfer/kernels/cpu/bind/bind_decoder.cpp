@@ -101,6 +101,11 @@ class Guarded {
   ProcessMutex mutex_;
 };
 
+constexpr std::pair<double PartSeconds::*, const char*> kParts[] = {{&PartSeconds::products, "matrix products"},
+                                                                    {&PartSeconds::attention, "attention"},
+                                                                    {&PartSeconds::head, "output head"},
+                                                                    {&PartSeconds::others, "everything else"}};
+
 void extend(Decoder& decoder, const Step& step, Writable& logits) {
   const std::int64_t wanted = decoder.check(step), rows = static_cast<std::int64_t>(logits.shape(0));
   if ((rows != wanted && rows != 0) || static_cast<std::int64_t>(logits.shape(1)) != decoder.logits_stride())
@@ -404,13 +409,21 @@ void bind_decoder(nb::module_& m) {
           [](Guarded& d) {
             const PartSeconds s = d.locked([](Decoder& x) { return x.part_seconds(); });
             nb::dict all;
-            all["matrix products"] = s.products;
-            all["attention"] = s.attention;
-            all["output head"] = s.head;
-            all["everything else"] = s.others;
+            for (const auto& [part, name] : kParts) all[name] = s.*part;
             return all;
           },
           "Return the seconds spent in each part of extend so far.")
+      .def(
+          "phase_items",
+          [](Guarded& d) {
+            nb::list all;
+            for (const auto& [part, items] : d.locked([](Decoder& x) { return x.phase_items(); })) {
+              const auto named = std::find_if(std::begin(kParts), std::end(kParts), [part](auto& p) { return p.first == part; });
+              all.append(nb::make_tuple(named == std::end(kParts) ? "rows" : named->second, items));
+            }
+            return all;
+          },
+          "Return the phases of the last step, between which all threads wait: (part, number of items).")
       .def_prop_ro("logits_stride", [](Guarded& d) { return d.locked([](Decoder& x) { return x.logits_stride(); }); })
       .def_prop_ro("isa", [](Guarded& d) { return d.locked([](Decoder& x) { return std::string(x.isa()); }); })
       .def_prop_ro("threads", [](Guarded& d) { return d.locked([](Decoder& x) { return x.threads(); }); })

@@ -73,6 +73,7 @@ class Decoder {
   std::size_t weight_bytes() const { return panel_bytes_ + router_bytes_ + vector_floats_ * sizeof(float); }
   std::size_t state_bytes() const;  // of a row, 0: no layer is recurrent
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
+  const auto& phase_items() const { return pass_.phase_items(); }
 
   // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
   // sum(num_logits).

@@ -80,6 +80,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
+  phase_items_.clear();
   final_hidden_.resize(std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.hidden >= 0; }) * model_.shape.n_embd);
   for (std::int64_t row = 0, count; row < total; row += count) {
     count = std::min(max_rows_, total - row);
@@ -115,6 +116,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
 // while the next phase was done already.
 void ForwardPass::add(double PartSeconds::*part, std::int64_t count, decltype(Phase::body) body, std::int64_t most) {
   add_blocks();
+  phase_items_.push_back({part, count});
   phases_.push_back({count, std::move(body), most, [this, part] {
                        const Clock::time_point now = Clock::now();
                        seconds_.*part += std::chrono::duration<double>(now - mark_).count();
@@ -155,6 +157,7 @@ void ForwardPass::add_blocks() {
       }
     }
   };
+  phase_items_.push_back({nullptr, (num_rows_ + block_rows_ - 1) / block_rows_});
   phases_.push_back({(num_rows_ + block_rows_ - 1) / block_rows_, body, /*most=*/1, [this] {
                        const Clock::time_point now = Clock::now();
                        const double elapsed = std::chrono::duration<double>(now - std::exchange(mark_, now)).count();

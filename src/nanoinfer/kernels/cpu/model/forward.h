@@ -212,6 +212,8 @@ class ForwardPass {
   // The final hidden states of the last step, (rows that have one, n_embd), before they were rounded for the head.
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
+  // The phases of the last step: the part whose time each counts for (of blocks of rows, none), and its items.
+  const std::vector<std::pair<double PartSeconds::*, std::int64_t>>& phase_items() const { return phase_items_; }
   // From here on, ask the system for the experts that a step has chosen before they are multiplied, and for no others. The
   // weights must be loaded.
   void read_experts_ahead();
@@ -324,6 +326,7 @@ class ForwardPass {
   std::vector<float> projected_;                      // (max_rows_, stride)
   std::int64_t projected_stride_ = 0;
   PartSeconds seconds_;
+  std::vector<std::pair<double PartSeconds::*, std::int64_t>> phase_items_;
   Clock::time_point mark_;
 };
 
