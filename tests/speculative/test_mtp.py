@@ -19,7 +19,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines import registry
+from nanoinfer.engines import native, registry
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.speculative import mtp
@@ -163,3 +163,23 @@ def test_hidden_states_are_dropped_beyond_the_limit_and_acceptance_goes_on(
     for output in outputs:
         spec = output.metrics.speculation
         assert spec.num_accepted == spec.num_proposed > 10
+
+
+def test_a_head_of_the_first_tokens_proposes_no_others(  # type: ignore[no-untyped-def]
+    folder_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it fail where only others are allowed."""
+    monkeypatch.setattr(native, "MTP_TOKENS", 32)
+    folder = str(make_right(folder_of("qwen3_5"), tmp_path / "right", "hidden"))
+    llm = LLM(folder, engine="native", draft="mtp", speculate_k=2)
+    (output,) = llm.generate([{"prompt_token_ids": list(range(8))}], replace(GREEDY, max_tokens=40))
+    assert output.outputs[0].token_ids == list(range(8, 48))
+    spec = output.metrics.speculation
+    assert 14 <= spec.num_accepted <= 20 < spec.num_proposed  # of the tokens below 32
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1, allowed_token_ids=[40, 41], ignore_eos=True)
+    expected = tokens_of(LLM(folder, engine="native"), PROMPTS, params)
+    assert tokens_of(llm, PROMPTS, params) == expected
+    rejecting = LLM(folder, engine="native", draft="mtp", speculate_k=2, speculate_rule="reject")
+    for (tokens,) in tokens_of(rejecting, PROMPTS, params):
+        assert len(tokens) == 9
+        assert {*tokens} <= {40, 41}

@@ -178,12 +178,16 @@ def _check_mtp(
     config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str, family: Family, shared: bool
 ) -> Weights:
     """Return the block that predicts a further token (`Weights.mtp`). Raises NanoinferError as `check`."""
-    kind = next((kind for kind in reversed(config.layers) if not kind.recurrent), None)
-    block = replace(config, n_layer=1, layers=() if kind is None else (kind,), recurrence=None, mtp=True)
     family = replace(family, names=dict(family.names) | MTP_NAMES, mtp={})
     with about("draft='mtp'"):
         named = {name: tensor for name, tensor in stored.items() if name}  # the others are copies
-        return check(block, named, source, dtype, family, SHARED if shared else ())
+        return check(mtp_config(config), named, source, dtype, family, SHARED if shared else ())
+
+
+def mtp_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model's block that predicts a further token."""
+    kind = next((kind for kind in reversed(config.layers) if not kind.recurrent), None)
+    return replace(config, n_layer=1, layers=() if kind is None else (kind,), recurrence=None, mtp=True)
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], used: set[str], source: str) -> None:

@@ -41,6 +41,12 @@ SHAPE = (
 """Attributes of ModelConfig that the decoder takes as they are."""
 
 
+MTP_TOKENS = 1 << 15
+"""First tokens of the vocabulary that a block for multi-token prediction proposes: those of the first merges, which are
+the most frequent (FR-Spec: Zhao et al. 2025, arXiv 2502.14856). All rows of the head would take most of its time."""
+_EXCLUDED = -1e30  # a logit
+
+
 class NativeEngine(Sequences):
     """Runs the model with the C++ decoder.
 
@@ -111,7 +117,7 @@ class NativeEngine(Sequences):
         """Return a view of a buffer, which is valid until the next call."""
         count = 0 if batch.hidden_only else sum(batch.num_logits)
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
-            self._logits = np.empty((count, self._decoder.logits_stride), np.float32)
+            self._logits = np.full((count, self._decoder.logits_stride), _EXCLUDED, np.float32)
         try:
             self._decoder.extend(
                 handles=[self._handles[h] for h in batch.handles],
@@ -255,6 +261,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         )  # fmt: skip
         options.latent_query_rank, options.latent_epsilon = latent.query_rank, latent.norm_epsilon
     options.attention_gate, options.mtp = model.attention_gate, model.mtp
+    options.head_rows = MTP_TOKENS if model.mtp else 0
     if model.recurrence is not None:
         options.rule, options.num_states = model.recurrence.rule, limits.num_states
         options.recurrence = _state_shape(model)

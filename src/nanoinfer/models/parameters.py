@@ -176,9 +176,11 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(int(np.prod(shape)) for shape in shapes(config).values())
 
 
-def initialize(config: ModelConfig, seed: int) -> Iterator[tuple[str, HostTensor]]:
+def initialize(config: ModelConfig, seed: int, without: tuple[str, ...] = ()) -> Iterator[tuple[str, HostTensor]]:
     """Yield the parameters of an untrained model in float32. A parameter depends on the seed and its name alone."""
     for name, shape in shapes(config).items():
+        if name in without:
+            continue
         values = initial(name, shape, config.n_layer, seed)
         if len(shape) == 1 and name.endswith(".weight") and config.norm_weight == "one_plus":
             values -= 1

@@ -260,7 +260,7 @@ void bind_decoder(nb::module_& m) {
       NI_FIELD(latent_turned) NI_FIELD(latent_plain) NI_FIELD(latent_value) NI_FIELD(latent_query_rank)
       NI_FIELD(latent_epsilon) NI_FIELD(attention_scale) NI_FIELD(attention_gate) NI_FIELD(sinks) NI_FIELD(attention_softcap)
       NI_FIELD(logits_softcap) NI_FIELD(windows) NI_FIELD(rotary) NI_FIELD(frequencies) NI_FIELD(rotary_factors)
-      NI_FIELD(recurrence) NI_FIELD(mtp) NI_FIELD(rule) NI_FIELD(num_states) NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
+      NI_FIELD(recurrence) NI_FIELD(head_rows) NI_FIELD(mtp) NI_FIELD(rule) NI_FIELD(num_states) NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
 #undef NI_FIELD
       .def_rw("tie_word_embeddings", &Settings::tied)
       .def_rw("norm", &Settings::norm_name)

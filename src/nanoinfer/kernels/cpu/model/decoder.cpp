@@ -114,6 +114,7 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
                                     {"residual_scale", s.residual_scale}, {"final_scale", s.final_scale}})
     check_float(name, value, 1e-6f, 1e6f);
   check_size("query_context", s.query_context);
+  check_size("head_rows", s.head_rows, 0);
   check_size("per_layer_dim", s.per_layer_dim, 0);
   check_size("the rows of the per-layer embeddings", s.per_layer_dim ? s.vocab_size * s.n_layer : 0, 0);
   check_size("per_layer_dim * n_layer", s.per_layer_dim * s.n_layer, 0);
@@ -232,6 +233,7 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, const
   std::int64_t panel_bytes = 0, outputs = 0;
   for (Slot* slot : matrices_) place(*slot, panel_bytes, outputs);
   if (shape.tied && !owner) model_.lm_head = model_.wte;
+  if (shape.head_rows) model_.lm_head.panels = std::min(model_.lm_head.panels, (shape.head_rows + kPanel - 1) / kPanel);
 }
 
 void Decoder::add_layer(const std::string& prefix, std::int64_t index) {

@@ -106,6 +106,7 @@ struct DecoderShape {
   std::vector<LayerShape> layers;     // empty: all have the sizes above
   std::int64_t per_layer_dim = 0;     // of the embedding that each token has for each layer (per_layer.cpp), 0: none
   StateShape recurrence;              // of the recurrent layers
+  std::int64_t head_rows = 0;         // of the output head that are multiplied, the first ones; 0: all
   bool mtp = false;                   // the input is a product of an embedding and a hidden state (models/layers.py, MTPInput)
 
   // Latent attention (latent.h), in all layers: head_dim is latent_turned + latent_rank, and n_kv_head is 1.
