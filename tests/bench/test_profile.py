@@ -71,7 +71,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])
-@pytest.mark.parametrize("family", ["gpt_neox", "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3", "gemma4", "nemotron_h", "falcon_h1"])
 @pytest.mark.slow_if(lambda family: family != "gpt_neox")
 def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, engine: str) -> None:
     if engine not in HERE:
@@ -83,9 +83,12 @@ def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, 
     p = profile(LLM(str(tmp_path), engine=engine, device="cpu"), [[3, 1, 4]], PARAMS)
     assert p.tells_apart
     calls = {row.name: row.calls for row in p.parts}
-    # of 4 layers; all but the first have a gate, and gemma4 two products more a layer and one for all
-    products = {"gpt_neox": 4 * 4, "gemma4": 7 * 4 + 1}.get(family, 5 * 4)
-    assert (calls["matrix products"], calls["attention"]) == (products * p.num_steps, 4 * p.num_steps)
+    # of 4 layers; all but the first have a gate, and gemma4 two products more a layer and one for all; of 6 layers, of
+    # which 3 have an MLP; of 3 with a state beside attention
+    products = {"gpt_neox": 4 * 4, "gemma4": 7 * 4 + 1, "nemotron_h": 6 * 2 + 3 * 2, "falcon_h1": 6 * 3}
+    attention = {"nemotron_h": 6, "falcon_h1": 6}.get(family, 4)
+    expected = products.get(family, 5 * 4) * p.num_steps, attention * p.num_steps
+    assert (calls["matrix products"], calls["attention"]) == expected
 
 
 def test_calls_are_those_of_the_model(llm: LLM) -> None:

@@ -52,7 +52,7 @@ PARTS = (
 )  # fmt: skip
 
 _PART_OF = {  # last component of a module's name -> its part
-    **dict.fromkeys(("c_attn", "c_proj", "c_fc", "c_gate", "c_in", "q_b", "k_b", "v_b"), MATRIX_PRODUCTS),
+    **dict.fromkeys(("c_attn", "c_proj", "state_proj", "c_fc", "c_gate", "c_in", "q_b", "k_b", "v_b"), MATRIX_PRODUCTS),
     **dict.fromkeys(
         ("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "kv_norm", "sub_norm", "ln_e", "ln_f", "norm", "post"),
         NORMS,
@@ -135,7 +135,7 @@ def attached(core: Core, spans: Spans) -> Iterator[None]:
     steps, after = spans.calls[ENGINE], engine.part_seconds()
     for part, calls in (
         (MATRIX_PRODUCTS, _num_products(engine.config)),
-        (ATTENTION, engine.config.n_layer),
+        (ATTENTION, engine.config.n_layer + sum(kind.beside for kind in engine.config.layers)),
         (OUTPUT_HEAD, 1),
     ):
         if part in after:
@@ -159,19 +159,21 @@ def _hook(model: nn.Module, spans: Spans, hooks: ExitStack) -> None:
 
 
 def _attend_hook(spans: Spans) -> Callable[..., Any]:
-    """Return a forward pre-hook of Attention.forward(x, attend, rotation) that puts a span around `attend`."""
+    """Return a forward pre-hook of Attention.forward(x, attend, rotation) that puts a span around `attend`, or both."""
 
-    def wrap(module: nn.Module, args: tuple[Any, LayerAttend, Any]) -> tuple[Any, LayerAttend, Any]:
-        x, attend, rotation = args
-
-        def attend_in_span(*tensors: Any) -> Any:
+    def in_span(attend: LayerAttend) -> LayerAttend:
+        def run(*tensors: Any) -> Any:
             spans.enter(ATTENTION)
             try:
                 return attend(*tensors)
             finally:
                 spans.leave()
 
-        return x, attend_in_span, rotation
+        return run
+
+    def wrap(module: nn.Module, args: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        x, attend, rotation = args
+        return x, tuple(map(in_span, attend)) if isinstance(attend, tuple) else in_span(attend), rotation
 
     return wrap
 
@@ -189,4 +191,5 @@ def _num_products(config: ModelConfig) -> int:
     """
     latent = 0 if config.latent is None else 2 + bool(config.latent.query_rank)
     per_layer = 2 * config.n_layer + 1 if config.per_layer_dim else 0
-    return ((5 if config.gated_mlp else 4) + latent) * config.n_layer + per_layer
+    kinds = [config.layer(i) for i in range(config.n_layer)]
+    return per_layer + sum(2 + latent + kind.beside + (3 if config.gated_mlp else 2) * kind.mlp for kind in kinds)
