@@ -1,5 +1,5 @@
 """Print the tables of families and presets that stand in the docs: `models` (docs/models.md) or `presets`
-(docs/inference-math-families.md). tests/roofline/test_roofline_cli.py checks that the pages have them.
+(docs/inference-math-families.md). tests/roofline/test_roofline.py checks that the pages have them.
 
 `write_proofs` writes what `make test-published` has found into docs/models.md and docs/gguf.md.
 
