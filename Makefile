@@ -77,7 +77,7 @@ test-long: .venv/installed-test
 	NANOINFER_TEST_STEPS=100000 $(BIN)/python -m pytest tests/core/test_serving_model.py tests/core/test_pool.py
 
 # And those of the other tests that need no PyTorch.
-SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_bench_export bench/test_bench_stats \
+SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_bench_peers bench/test_bench_stats \
   bench/test_start core/test_output_text core/test_scheduler \
   speculative/test_speculative_adaptive_k utils/test_files)
 

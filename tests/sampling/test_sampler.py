@@ -1,19 +1,33 @@
-"""The reference sampler: which tokens it samples, from which distribution, and that other rows change nothing."""
+"""The reference sampler: which tokens it samples, from which distribution, and that other rows change nothing.
+
+Every filter and penalty against transformers' processor of the same name, on the same logits.
+The random numbers: Random123's published answers, and the native twin equal to the reference bit for bit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from helpers.samplers import make_row, normal
 from nanoinfer.errors import NanoinferError, TokensExcluded
-from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling import filters
+from nanoinfer.sampling.filters import Floats
+from nanoinfer.sampling.rng import philox4x32, uniform, uniform_reference
 from nanoinfer.sampling.sampler import filtered_weights, inverse_transform, sample
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -321,3 +335,222 @@ def test_a_tensor_gives_the_tokens_of_an_array() -> None:
         assert sample(logits, rows) == expected
     with torch.inference_mode():
         assert sample(tensor * 1, rows) == expected
+
+
+SETTINGS = settings(max_examples=80, deadline=None)
+NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
+VALUES = st.floats(-30, 30, width=32) | st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0])  # the latter make ties
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Floats:
+    """(B, V) float64 with ties and -inf, at least one finite value in each row."""
+    V = draw(st.integers(1, 24))
+    row = st.lists(VALUES, min_size=V, max_size=V).filter(lambda values: max(values) > -INF)
+    return np.array(draw(st.lists(row, min_size=1, max_size=4)), np.float64)
+
+
+def column(values: list[float]) -> Floats:
+    return np.array(values, np.float64)[:, None]
+
+
+def theirs(processor: LogitsProcessor, row: Floats, ids: torch.Tensor = NO_IDS) -> Floats:
+    """Return what a processor of transformers makes of one row."""
+    return processor(ids, torch.tensor(row)[None])[0].numpy()
+
+
+def per_row(data: st.DataObject, values: st.SearchStrategy[float], logits: Floats) -> list[float]:
+    return data.draw(st.lists(values, min_size=len(logits), max_size=len(logits)))
+
+
+def same_in_company(apply: Callable[[Floats, int, int], Floats], logits: Floats) -> Floats:
+    """Apply to rows [first, last) at once and one by one; assert bit-identical results and return them."""
+    together = apply(logits, 0, len(logits))
+    for i in range(len(logits)):
+        assert np.array_equal(apply(logits[i : i + 1], i, i + 1)[0], together[i])
+    return together
+
+
+def ties_of(logits: Floats, kept: Floats) -> Floats:
+    """Return the row with its kept values and all that equal the least of them: a sort breaks ties at random."""
+    return np.where(logits < kept[kept > -INF].min(), -INF, logits)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_top_k_is_transformers(logits: Floats, data: st.DataObject) -> None:
+    ks = per_row(data, st.integers(0, 30), logits)
+    ours = same_in_company(lambda part, a, b: filters.top_k(part, np.array(ks[a:b])), logits)
+    for row, got, k in zip(logits, ours, ks, strict=True):
+        assert np.array_equal(got, theirs(TopKLogitsWarper(int(k)), row) if k else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_top_p_is_transformers_with_ties_kept_together(logits: Floats, data: st.DataObject) -> None:
+    ps = per_row(data, st.floats(0.01, 0.99) | st.just(1.0), logits)
+    sums = torch.tensor(logits).sort(-1, descending=True).values.softmax(-1).cumsum(-1).numpy()
+    assume(bool(((np.abs(sums - column(ps)) > 1e-9) | (column(ps) == 1)).all()))  # else rounding decides
+    ours = same_in_company(lambda part, a, b: filters.top_p(part, column(ps[a:b])), logits)
+    for row, got, p in zip(logits, ours, ps, strict=True):
+        assert np.array_equal(got, ties_of(row, theirs(TopPLogitsWarper(p), row)) if p < 1 else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_min_p_is_transformers(logits: Floats, data: st.DataObject) -> None:
+    ps = per_row(data, st.floats(0.001, 1.0) | st.just(0.0), logits)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        border = logits.max(-1, keepdims=True) + np.log(column(ps))
+        near = ~(np.abs(logits - border) > 1e-9)
+    assume(not (near & (logits > -INF) & (column(ps) < 1)).any())  # else rounding decides
+    ours = same_in_company(lambda part, a, b: filters.min_p(part, column(ps[a:b])), logits)
+    for row, got, p in zip(logits, ours, ps, strict=True):
+        assert np.array_equal(got, theirs(MinPLogitsWarper(p), row) if p else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_repetition_penalty_is_transformers(logits: Floats, data: st.DataObject) -> None:
+    B, V = logits.shape
+    penalties = per_row(data, st.floats(0.05, 20) | st.just(1.0), logits)
+    ids = torch.tensor(
+        data.draw(st.lists(st.lists(st.integers(0, V - 1), min_size=5, max_size=5), min_size=B, max_size=B))
+    )
+    seen = torch.zeros(B, V, dtype=torch.bool).scatter(1, ids, True).numpy()
+    ours = same_in_company(
+        lambda part, a, b: filters.repetition_penalty(part, seen[a:b], column(penalties[a:b])), logits
+    )
+    for row, got, penalty, seen_ids in zip(logits, ours, penalties, ids, strict=True):
+        assert np.array_equal(got, theirs(RepetitionPenaltyLogitsProcessor(penalty), row, seen_ids[None]))
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_presence_and_frequency_penalty_are_the_formula(logits: Floats, data: st.DataObject) -> None:
+    B, V = logits.shape
+    presence = per_row(data, st.floats(-10, 10) | st.just(0.0), logits)
+    frequency = per_row(data, st.floats(-10, 10) | st.just(0.0), logits)
+    outputs = [data.draw(st.lists(st.integers(0, V - 1), max_size=8)) for _ in range(B)]
+    counts = np.array([[output.count(t) for t in range(V)] for output in outputs], np.float64)
+    ours = same_in_company(
+        lambda part, a, b: filters.presence_frequency_penalty(
+            part, counts[a:b], column(presence[a:b]), column(frequency[a:b])
+        ),
+        logits,
+    )
+    for i, output in enumerate(outputs):
+        for t in range(V):
+            penalty = presence[i] * (t in output) + frequency[i] * output.count(t)
+            assert ours[i, t].item() == pytest.approx(logits[i, t].item() - penalty, rel=1e-12, abs=1e-12)
+
+
+@SETTINGS
+@given(batches())
+def test_neutral_settings_leave_a_row_bit_identical(logits: Floats) -> None:
+    B, V = logits.shape
+    zero, one, everything = column([0.0] * B), column([1.0] * B), np.ones((B, V), np.bool_)
+    for result in (
+        filters.top_k(logits, np.zeros(B, np.int64)),
+        filters.top_k(logits, np.full(B, V)),
+        filters.top_p(logits, one),
+        filters.min_p(logits, zero),
+        filters.repetition_penalty(logits, everything, one),
+        filters.presence_frequency_penalty(logits, everything * 3.0, zero, zero),
+    ):
+        assert result.tobytes() == logits.tobytes()
+
+
+def test_ties_and_excluded_tokens_by_hand() -> None:
+    logits = np.array([[1.0, 3.0, 3.0, -INF, 2.0, 2.0]])
+
+    def kept(result: Floats) -> list[int]:
+        return np.flatnonzero(result[0] > -INF).tolist()
+
+    assert kept(filters.top_k(logits, np.array([1]))) == [1, 2]
+    assert kept(filters.top_k(logits, np.array([3]))) == [1, 2, 4, 5]
+    assert kept(filters.top_k(logits, np.array([6]))) == [0, 1, 2, 4, 5]
+    assert kept(filters.top_p(logits, column([1e-300]))) == [1, 2]
+    assert kept(filters.top_p(logits, column([0.72]))) == [1, 2, 4, 5]  # the 3s have 0.698 together
+    assert kept(filters.min_p(logits, column([1.0]))) == [1, 2]
+    assert kept(filters.min_p(logits, column([0.3]))) == [1, 2, 4, 5]  # exp(-1) = 0.37
+
+
+WORD64 = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
+MAX = 2**64 - 1
+
+
+def words(text: str) -> tuple[int, ...]:
+    """ "1f a0" -> (31, 160)."""
+    return tuple(int(word, 16) for word in text.split())
+
+
+@pytest.mark.parametrize(
+    "counter, key, answer",
+    [  # Random123 (Salmon et al. 2011), tests/kat_vectors, philox4x32 with 10 rounds
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_gives_the_published_answers(counter: str, key: str, answer: str) -> None:
+    assert philox4x32(words(counter), words(key)) == words(answer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "seed, sample, position, answer",
+    [
+        (0, 0, 0, "6627e8d5 e169c58d"),
+        (MAX, MAX, MAX, "408f276d 41c83b0e"),
+        (0x299F31D0A4093822, 0x0370734413198A2E, 0x85A308D3243F6A88, "d16cfe09 94fdcceb"),
+    ],
+)
+def test_a_uniform_is_the_first_53_bits_of_two_words(seed: int, sample: int, position: int, answer: str) -> None:
+    """The position is the low half of the counter, the sample the high half, the seed the key."""
+    first, second = words(answer)
+    expected = ((first >> 5) * 2**26 + (second >> 6)) / 2**53
+    assert uniform_reference(seed=seed, sample=sample, position=position) == expected
+    assert uniform(seed=seed, sample=sample, position=position) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(WORD64, WORD64, WORD64)
+@example(0, 0, 0)
+@example(MAX, MAX, MAX)
+def test_native_equals_the_reference_bit_for_bit(seed: int, sample: int, position: int) -> None:
+    native = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+    expected = uniform_reference(seed=seed, sample=sample, position=position)
+    assert native.uniform(seed=seed, sample=sample, position=position).hex() == expected.hex()
+    assert 0.0 <= expected < 1.0
+
+
+@pytest.mark.parametrize("varied", ["seed", "sample", "position"])
+def test_uniforms_are_uniform_along_each_argument(varied: str) -> None:
+    arguments = {"seed": 7, "sample": 0, "position": 0}
+    counts, pairs, last = [0] * 64, [0] * 64, 0.0
+    for i in range(20_000):
+        u = uniform(**(arguments | {varied: i}))
+        counts[int(u * 64)] += 1
+        pairs[int(last * 8) * 8 + int(u * 8)] += 1  # a number says nothing about the next
+        last = u
+    assert chisquare(counts).pvalue > 1e-6
+    assert chisquare(pairs).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("name", ["seed", "sample", "position"])
+@pytest.mark.parametrize("bad", [-1, 2**64, 10**100, 1.0, math.nan, "1", None, [1]], ids=str)
+def test_native_rejects_what_is_no_64_bit_integer(name: str, bad: object) -> None:
+    native = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+    with pytest.raises(TypeError):
+        native.uniform(**({"seed": 1, "sample": 2, "position": 3} | {name: bad}))
+
+
+def test_native_takes_its_three_arguments_by_name_only() -> None:
+    native = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+    with pytest.raises(TypeError):
+        native.uniform(1, 2, 3)
+    with pytest.raises(TypeError):
+        native.uniform(seed=1, sample=2)
+    with pytest.raises(TypeError):
+        native.uniform(seed=1, sample=2, position=3, state=4)
