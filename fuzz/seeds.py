@@ -76,7 +76,8 @@ def exported() -> list[bytes]:
         activation="silu", layers=rotary,
     )  # fmt: skip
     for config, format in ((llama, "F16"), (gpt2, "Q8_0")):
-        model = LoadedModel("m", Weights(config, "float32", partial(initialize, config, 0)), config, tokenizer)
+        weights = Weights(config, "float32", partial(initialize, config, 0))
+        model = LoadedModel("m", config, tokenizer, weights=weights)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "a.gguf"
             gguf_export.write_file(model.weights, path, format, gguf_export.describe_text(model), "m")

@@ -240,7 +240,7 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(
     }  # fmt: skip
     tokenizer, path = made[kind], tmp_path / "a.gguf"
     weights = make_weights(config_of(tokenizer))
-    model = LoadedModel("m", weights, weights.config, tokenizer, chat_template="{{ messages }}")
+    model = LoadedModel("m", weights.config, tokenizer, weights=weights, chat_template="{{ messages }}")
     text = gguf_export.describe_text(model, with_tokenizer=kind != "nothing")
     gguf_export.write_file(weights, path, "F32", text, "m")
     peer = vs_llamacpp.LlamaCpp(str(path), 1, 32, threads=1)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from nanoinfer.checkpoints import huggingface
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import shapes
-from nanoinfer.tokenizers.tokenizer import char_to_json
+from nanoinfer.tokenizers.tokenizer import Tokenizer, char_to_json
 from nanoinfer.utils.arrays import HostTensor
 
 if TYPE_CHECKING:  # the core imports the extension, which conftest.py must choose before
@@ -73,6 +75,11 @@ def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: st
     """Write a random model and a character-level tokenizer to a Hugging Face folder and return it."""
     huggingface.save(make_weights(config, seed), path, char_to_json(chars) if chars else None)
     return path
+
+
+def info(tokenizer: Tokenizer) -> ModelInfo:
+    size, made = tokenizer.vocab_size, {"engine": "native", "device": "cpu", "dtype": "float32"}
+    return ModelInfo("tiny", replace(TINY, vocab_size=size), tokenizer, source="tiny", vocab_size=size, seed=0, **made)
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -6,16 +6,14 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.models import CHARS, TINY, refuses
+from helpers.models import CHARS, info, refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.protocols.errors import error_body
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
 from nanoinfer.protocols.requests import parse
@@ -26,11 +24,6 @@ from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, from_core
 llguidance = pytest.importorskip("llguidance")
 
 Structured = StructuredOutputsParams
-
-
-def info(tokenizer: Tokenizer) -> ModelInfo:
-    config = replace(TINY, vocab_size=tokenizer.vocab_size)
-    return ModelInfo("tiny", "tiny", config, tokenizer, "", tokenizer.vocab_size, "native", "cpu", "float32", 0)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.models import TINY, make_folder
+from helpers.models import TINY, info, make_folder
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import ResultError
-from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.protocols.errors import as_sent, status_code
 from nanoinfer.structured import grammars
 from nanoinfer.structured.grammars import Grammars
@@ -30,9 +29,7 @@ CHARS = [chr(i) for i in range(32, 127)] + ["\n", "é", "☃", "\U0001f600"]
 
 @pytest.fixture(scope="module")
 def compiler() -> Grammars:
-    tokenizer = CharTokenizer(CHARS)
-    config = replace(TINY, vocab_size=tokenizer.vocab_size)
-    return Grammars(ModelInfo("tiny", "tiny", config, tokenizer, "", len(CHARS), "native", "cpu", "float32", 0))
+    return Grammars(info(CharTokenizer(CHARS)))
 
 
 @pytest.fixture(scope="module")

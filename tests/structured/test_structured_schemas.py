@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from helpers.models import TINY
+from helpers.models import info
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
-from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.structured import schemas
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.tokenizers.tokenizer import CharTokenizer
@@ -43,9 +41,7 @@ PYDANTIC = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Grammars:
-    tokenizer = CharTokenizer(CHARS)
-    config = replace(TINY, vocab_size=tokenizer.vocab_size)
-    return Grammars(ModelInfo("tiny", "tiny", config, tokenizer, "", len(CHARS), "native", "cpu", "float32", 0))
+    return Grammars(info(CharTokenizer(CHARS)))
 
 
 def accepts(compiler: Grammars, schema: Any, value: Any, **options: Any) -> bool:

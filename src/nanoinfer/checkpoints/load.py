@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoinfer.checkpoints import hub, huggingface, nanogpt, packages, packed, tokenizer_files
 from nanoinfer.checkpoints.gguf import model as gguf
@@ -23,8 +23,8 @@ from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models import pooling
+from nanoinfer.models.model_info import Description
 from nanoinfer.models.parameters import initialize
-from nanoinfer.models.pooling import Pooling
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.stored import is_safetensors
 from nanoinfer.tokenizers.limits import MAX_TOKENS
@@ -43,29 +43,10 @@ GPT2_TOKENIZER_REPO = "openai-community/gpt2"
 
 
 @dataclass
-class LoadedModel:
-    """A model with its config and tokenizer."""
+class LoadedModel(Description):
+    """A model with its weights."""
 
-    name: str
-    weights: Weights
-    config: ModelConfig
-    tokenizer: Tokenizer | None = None
-    no_tokenizer_reason: str = ""
-    """Why `tokenizer` is None, with the remedy."""
-    chat_template: str | None = None
-    """Jinja template of the model's file or folder."""
-    tool_template: str | None = None
-    """Another one for chats with tools."""
-    no_chat_template_reason: str = ""
-    """Why `chat_template` could not be read; empty if there is none."""
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    """Variables of the template: {"bos_token": "<s>", ...}."""
-    response_template: Any = None
-    """The description of the model's answers in tokenizer_config.json, not checked."""
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters of generation_config.json, not checked."""
-    pooling: Pooling = field(default_factory=Pooling)
-    """The pooling of embeddings."""
+    weights: Weights = field(kw_only=True)
     _gpt: Transformer | None = field(default=None, init=False, repr=False)
 
     @property
@@ -145,15 +126,15 @@ def _open_random(name: str, path: Path, dtype: str, seed: int) -> _Opened:
         raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
     weights = Weights(config, dtype, lambda: initialize(config, seed))
-    return LoadedModel(name, weights, config), lambda: _tokenizer_of(name, config)
+    return LoadedModel(name, config, weights=weights), lambda: _tokenizer_of(name, config)
 
 
 def _open_gguf(name: str, path: Path, dtype: str, seed: int) -> _Opened:
     weights, metadata = gguf.open_file(path, dtype)
     loaded = LoadedModel(
         name,
-        weights,
         weights.config,
+        weights=weights,
         chat_template=gguf_tokenizer.chat_template(metadata),
         tool_template=gguf_tokenizer.chat_template(metadata, gguf_tokenizer.TOOL_TEMPLATE),
         special_tokens=gguf_tokenizer.special_tokens(metadata),
@@ -168,19 +149,19 @@ def _open_nanochat(name: str, path: Path, dtype: str, seed: int) -> _Opened:
     weights, own = nanogpt.open_nanochat(checkpoint, dtype), nanogpt.find_tokenizer(checkpoint)
     config = weights.config
     read = lambda: nanogpt.load_nanochat_tokenizer(own) if own else _tokenizer_of(name, config, checkpoint.parent)  # noqa: E731
-    return LoadedModel(name, weights, config), read
+    return LoadedModel(name, config, weights=weights), read
 
 
 def _open_nanogpt(name: str, path: Path, dtype: str, seed: int) -> _Opened:
     weights, dataset = nanogpt.open_checkpoint(path, dtype)
     config, meta = weights.config, nanogpt.find_meta(path, dataset)
     read = lambda: nanogpt.load_meta(meta) if meta else _tokenizer_of(name, config, path.parent)  # noqa: E731
-    return LoadedModel(name, weights, config), read
+    return LoadedModel(name, config, weights=weights), read
 
 
 def _open_folder(name: str, path: Path, dtype: str, seed: int) -> _Opened:
     weights = open_weights(path, dtype)
-    config, loaded = weights.config, LoadedModel(name, weights, weights.config, pooling=pooling.read(path))
+    config, loaded = weights.config, LoadedModel(name, weights.config, weights=weights, pooling=pooling.read(path))
     loaded.sampling_defaults = tokenizer_files.sampling_defaults(path)
     try:
         loaded.response_template = tokenizer_files.response_template(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 from weakref import ref
@@ -20,7 +20,7 @@ from nanoinfer.engines import first_use, registry
 from nanoinfer.engines.base import BlockEngine
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.model_info import ModelInfo
+from nanoinfer.models.model_info import Description, ModelInfo
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
@@ -88,12 +88,15 @@ def build_core(config: LLMConfig) -> BuiltCore:
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
         vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)
+    described = {each.name: getattr(loaded, each.name) for each in fields(Description)}
+    described["pooling"] = loaded.pooling.with_options(config.pooling)
+    if config.generation_config != "auto":
+        described["sampling_defaults"] = {}
+    if config.chat_template:  # the others are about the model's own template
+        described |= {"chat_template": config.chat_template, "tool_template": None, "response_template": None}
     model = ModelInfo(
-        name=loaded.name,
+        **described,
         source=config.model,
-        config=loaded.config,
-        tokenizer=loaded.tokenizer,
-        no_tokenizer_reason=loaded.no_tokenizer_reason,
         vocab_size=vocab_size,
         engine=spec.name,
         device=device,
@@ -101,15 +104,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
         seed=config.seed,
         quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
         block_formats=loaded.weights.formats(options.quantization) if spec.native else {},
-        chat_template=config.chat_template or loaded.chat_template,
-        tool_template=None if config.chat_template else loaded.tool_template,
-        no_chat_template_reason=loaded.no_chat_template_reason,
-        special_tokens=loaded.special_tokens,
-        response_template=None if config.chat_template else loaded.response_template,  # it is about the own template
-        sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
         has_head=loaded.weights.has_head,
         has_mtp=loaded.weights.mtp is not None,
-        pooling=loaded.pooling.with_options(config.pooling),
     )
     if options.dtype == "auto" and options.quantization is None:
         _log_dtype(model, loaded.weights.stored_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nanoinfer.config import ModelConfig
@@ -13,18 +13,39 @@ from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils.arrays import BlockFormats, format_names
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """A model that was loaded for an engine."""
+@dataclass
+class Description:
+    """What a model is, and how it takes and gives text."""
 
     name: str
     """Name for messages: shakespeare, random:gpt2, a folder's name."""
+    config: ModelConfig
+    tokenizer: Tokenizer | None = None
+    no_tokenizer_reason: str = ""
+    """Why there is no tokenizer, with the remedy; empty if there is one."""
+    chat_template: str | None = None
+    """The Jinja template of chats."""
+    tool_template: str | None = None
+    """Another one for chats with tools; None: there is none."""
+    no_chat_template_reason: str = ""
+    """Why `chat_template` could not be read; empty if there is none."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the template: {"bos_token": "<s>", ...}."""
+    response_template: Any = None
+    """The description of the model's answers in tokenizer_config.json, not checked."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
+    pooling: Pooling = field(default_factory=Pooling)
+    """The pooling of embeddings."""
+
+
+@dataclass(eq=False)
+class ModelInfo(Description):
+    """A model that was loaded for an engine."""
+
+    _: KW_ONLY
     source: str
     """Name to load the model again with `load_model`."""
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    no_tokenizer_reason: str
-    """Why there is no tokenizer, with the remedy; empty if there is one."""
     vocab_size: int
     """Number of tokens that may be sampled: those of the tokenizer."""
     engine: str
@@ -38,20 +59,6 @@ class ModelInfo:
     """"int8" or "int4"; None: the dtype, or `block_formats`."""
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict)
     """Matrices of a GGUF file that are computed with in their own blocks -> q8_0, q4_0 or q4_1."""
-    chat_template: str | None = None
-    """The Jinja template of chats."""
-    tool_template: str | None = None
-    """Another one for chats with tools; None: there is none."""
-    no_chat_template_reason: str = ""
-    """Why it could not be read; empty if there is none."""
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the template: {"bos_token": "<s>", ...}."""
-    response_template: Any = None
-    """The description of the model's answers in tokenizer_config.json, not checked."""
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
-    pooling: Pooling = field(default_factory=Pooling)
-    """The pooling of embeddings."""
     has_head: bool = True
     """Whether it has an output head, and so generates text."""
     has_mtp: bool = False
