@@ -24,7 +24,7 @@ from nanoinfer.protocols.errors import renamed
 from nanoinfer.protocols.fields import CHAT, FieldError
 from nanoinfer.protocols.output import ChunkWriter
 from nanoinfer.protocols.requests import parse
-from nanoinfer.protocols.shared import Parts, parts_of
+from nanoinfer.protocols.shared import Parts, Reply, parts_of
 
 
 def output(text: str = "", deltas: list[AnswerDelta] | None = None, finish_reason: str | None = None) -> Any:
@@ -64,7 +64,7 @@ def test_chunks_of_a_message_have_as_many_top_logprobs_as_other_chunks() -> None
         request = parse(CHAT, body, SamplingParams(), streams=True)
         for deltas in (None, [ReasoningDelta("a")]):
             o = CompletionOutput(0, "a", [5], None, logprobs=[step], message_deltas=deltas)  # type: ignore[arg-type]
-            writer = ChunkWriter(request, request_id="1", model="m", created=0, decode=str)
+            writer = ChunkWriter(request, Reply("1", "m", 0, str))
             found: Any = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None, outputs=[o])
             last = writer.write([(0, found)]).decode().strip().split("data: ")[-1]
             (content,) = json.loads(last)["choices"][0]["logprobs"]["content"]

@@ -23,6 +23,7 @@ from nanoinfer import LLM
 from nanoinfer.errors import ResultError
 from nanoinfer.protocols.fields import CHAT, COUNT_TOKENS, MESSAGES, REQUIRED, TABLES
 from nanoinfer.protocols.messages import SHAPE, parse_messages
+from nanoinfer.protocols.shared import Reply
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Refusal
@@ -486,7 +487,7 @@ def test_middleware_answers_in_anthropics_shape(client: Client) -> None:
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     request = parse_messages(body())
-    writer = SHAPE.writer(request, request_id="1", model="tiny", created=0, decode=str)
+    writer = SHAPE.writer(request, Reply("1", "tiny", 0, str))
     event = writer.error(SHAPE.as_sent(ResultError("logits are not finite"), request)).decode()
     assert event.startswith("event: error\ndata: {")
     assert json.loads(event.partition("data: ")[2])["error"] == {

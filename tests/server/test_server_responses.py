@@ -18,6 +18,7 @@ from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, ResultError, SamplingParams
 from nanoinfer.outputs import CallDelta, CompletionOutput, RequestMetrics, RequestOutput
 from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES
+from nanoinfer.protocols.shared import Reply
 from nanoinfer.server.service import SHAPES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
@@ -159,7 +160,7 @@ def test_the_status_of_an_item_does_not_depend_on_how_deltas_are_merged() -> Non
     o = CompletionOutput(0, "", [1], "length", message_deltas=[*calls])
     metrics = RequestMetrics(1, 1, 0.0, None, 0.0)
     request = SHAPES[RESPONSES].parse({"input": "Hi", "stream": True}, SamplingParams())
-    writer = SHAPES[RESPONSES].writer(request, request_id="1", model="m", created=0, decode=str)
+    writer = SHAPES[RESPONSES].writer(request, Reply("1", "m", 0, str))
     written = writer.write([(0, RequestOutput("1", "Hi", [1], [o], 0, 0, metrics))]).decode()
     events = [json.loads(event.partition("data: ")[2]) for event in written.split("\n\n")[:-1]]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -295,7 +296,7 @@ def test_structured_texts_match(client: Client) -> None:
 
 def test_a_failure_is_the_last_event() -> None:
     request = SHAPES[RESPONSES].parse({"input": "Hi", "stream": True}, SamplingParams())
-    writer = SHAPES[RESPONSES].writer(request, request_id="1", model="m", created=0, decode=str)
+    writer = SHAPES[RESPONSES].writer(request, Reply("1", "m", 0, str))
     written = writer.error(ResultError("logits are not finite")).decode().split("\n\n")[:-1]
     created, failed = (json.loads(event.partition("data: ")[2]) for event in written)
     assert (created["type"], failed["type"]) == ("response.created", "response.failed")

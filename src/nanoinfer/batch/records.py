@@ -24,7 +24,7 @@ from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS, SAMPLING, 
 from nanoinfer.protocols.output import plain_logprobs, response_body, usage
 from nanoinfer.protocols.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.protocols.requests import GenerationRequest, parse, with_fields
-from nanoinfer.protocols.shared import Decode
+from nanoinfer.protocols.shared import Decode, Reply
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import decode_utf8, parse_json
 
@@ -176,10 +176,10 @@ class OpenAIForm:
     def record(self, outputs: Sequence[Any]) -> Record:
         """Return the record of a line that succeeded. Args: outputs: of `LLM.generate`, or embeddings."""
         assert self._request is not None
-        number, model = str(self._number), self.model
+        reply = Reply(str(self._number), self.model, 0, self._decode)
         if isinstance(self._request, PoolingRequest):
-            return self._response(200, pooling_body(self._request, outputs, request_id=number, model=model, created=0))
-        body = response_body(self._request, outputs, request_id=number, model=model, created=0, decode=self._decode)
+            return self._response(200, pooling_body(self._request, outputs, reply))
+        body = response_body(self._request, outputs, reply)
         del body["usage"]["prompt_tokens_details"]  # it depends on what ran before; the rest of a record does not
         return self._response(200, body)
 

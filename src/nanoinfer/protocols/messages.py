@@ -21,7 +21,7 @@ from nanoinfer.outputs import CompletionOutput, RequestOutput, ToolCall
 from nanoinfer.protocols.errors import anthropic_error, as_sent, renamed, status_code
 from nanoinfer.protocols.fields import BLOCKS, CHAT, MESSAGE, MESSAGES, FieldError, read_fields, read_value
 from nanoinfer.protocols.requests import GenerationRequest, parse
-from nanoinfer.protocols.shared import Outputs, Part, Parts, Shape, StreamWriter, parts_of
+from nanoinfer.protocols.shared import Outputs, Part, Parts, Reply, Shape, StreamWriter, parts_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.json_pieces import encode
 
@@ -241,9 +241,7 @@ _GROWS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "think
 """The type of an event, and its field with the new text, by the kind of the part."""
 
 
-def message_body(
-    request: GenerationRequest, outputs: Sequence[RequestOutput], *, request_id: str, model: str, **_: Any
-) -> dict[str, Any]:
+def message_body(request: GenerationRequest, outputs: Sequence[RequestOutput], reply: Reply) -> dict[str, Any]:
     """Return the body of a successful response, for `json_strings`. Args as for `response_body`.
 
     A call that was cut off is left out: its input is not an object.
@@ -252,14 +250,14 @@ def message_body(
     parts = [part for part in parts_of(o) if part.kind != "call" or ToolCall("", "", part.text).is_complete]
     stop = _stop(request, o, len(o.token_ids), any(part.kind == "call" for part in parts))
     used = _usage(len(outputs[0].prompt_token_ids), len(o.token_ids), o.num_reasoning_tokens)
-    return _message(request_id, model, tuple(_block_of(part, part.text) for part in parts), stop, used)
+    return _message(reply, tuple(_block_of(part, part.text) for part in parts), stop, used)
 
 
 class EventWriter(StreamWriter):
     """Encodes the events of one response. Args as for `StreamWriter`."""
 
-    def __init__(self, request: GenerationRequest, *, request_id: str, model: str, **_: Any) -> None:
-        self._request, self._id, self._model = request, request_id, model
+    def __init__(self, request: GenerationRequest, reply: Reply) -> None:
+        self._request, self._reply = request, reply
         self._parts = Parts()
         self._num_prompt: int | None = None  # of the first output
         self._num_output = 0
@@ -269,7 +267,7 @@ class EventWriter(StreamWriter):
         for _, output in new:
             if self._num_prompt is None:
                 self._num_prompt = len(output.prompt_token_ids)
-                message = _message(self._id, self._model, (), _NOT_STOPPED, _usage(self._num_prompt, 0, None))
+                message = _message(self._reply, (), _NOT_STOPPED, _usage(self._num_prompt, 0, None))
                 yield _event("message_start", f'"message":{encode(message)}')
             for o in output.outputs:
                 self._num_output += len(o.token_ids)
@@ -297,8 +295,8 @@ SHAPE = Shape(parse_messages, message_body, EventWriter, messages_error)
 _NOT_STOPPED = {"stop_reason": None, "stop_sequence": None}
 
 
-def _message(request_id: str, model: str, content: Any, stop: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
-    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+def _message(reply: Reply, content: Any, stop: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
+    head = {"id": f"msg_{reply.request_id}", "type": "message", "role": "assistant", "model": reply.model}
     return {**head, "content": content, **stop, "usage": used}
 
 

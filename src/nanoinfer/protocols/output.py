@@ -17,37 +17,26 @@ from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, Logprob,
 from nanoinfer.protocols.errors import as_sent, error_body, renamed
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS
 from nanoinfer.protocols.requests import GenerationRequest, num_top, parse
-from nanoinfer.protocols.shared import Decode, Outputs, Shape, StreamWriter
+from nanoinfer.protocols.shared import Decode, Outputs, Reply, Shape, StreamWriter
 from nanoinfer.utils.json_pieces import encode, json_bytes, json_strings
 
 Steps = Sequence[Mapping[int, Logprob] | None]
 """Log-probabilities of positions, for each the token first; None: a prompt's first token, which has no context."""
 
 
-def response_body(
-    request: GenerationRequest,
-    outputs: Sequence[RequestOutput],
-    *,
-    request_id: str,
-    model: str,
-    created: int,
-    decode: Decode,
-) -> dict[str, Any]:
+def response_body(request: GenerationRequest, outputs: Sequence[RequestOutput], reply: Reply) -> dict[str, Any]:
     """Return the body of a successful response, for `json_strings`.
 
     Args:
         request: from `parse`.
         outputs: of each prompt; choice i * n + k is output k of prompt i.
-        request_id: what follows "cmpl-" or "chatcmpl-" in the id.
-        model: name of the model.
-        created: time in seconds since 1970.
-        decode: returns the text of token ids, for echo.
+        reply: what responses of all kinds have.
     """
     choices = []
     for output in outputs:
-        prompt = _echoed(request, output, decode)
+        prompt = _echoed(request, output, reply.decode)
         choices += [_choice(request, output, o, *prompt) for o in output.outputs]
-    body = head(request, request_id, model, created) | {
+    body = head(request, reply) | {
         "choices": tuple({"index": i, **choice} for i, choice in enumerate(choices)),
         "usage": usage(outputs) | prompt_details(sum(o.num_cached_tokens for o in outputs)),
     }
@@ -56,10 +45,10 @@ def response_body(
     return body
 
 
-def head(request: GenerationRequest, request_id: str, model: str, created: int, suffix: str = "") -> dict[str, Any]:
+def head(request: GenerationRequest, reply: Reply, suffix: str = "") -> dict[str, Any]:
     """Return the fields that describe a response, or with `suffix` a chunk of a chat's. Args as for `response_body`."""
     id_, kind = ("chatcmpl", f"chat.completion{suffix}") if request.chat else ("cmpl", "text_completion")
-    return {"id": f"{id_}-{request_id}", "object": kind, "created": created, "model": model}
+    return {"id": f"{id_}-{reply.request_id}", "object": kind, "created": reply.created, "model": reply.model}
 
 
 def num_values(
@@ -251,11 +240,9 @@ DONE = b"data: [DONE]\n\n"
 class ChunkWriter(StreamWriter):
     """Encodes the chunks of one response. Args as for `StreamWriter`."""
 
-    def __init__(
-        self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
-    ) -> None:
-        self._request, self._decode = request, decode
-        begin = encode(head(request, request_id, model, created, ".chunk"))
+    def __init__(self, request: GenerationRequest, reply: Reply) -> None:
+        self._request, self._decode = request, reply.decode
+        begin = encode(head(request, reply, ".chunk"))
         self._head = f'data: {begin[:-1]},"choices":['
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts

@@ -13,6 +13,7 @@ from nanoinfer.errors import show
 from nanoinfer.outputs import EmbeddingRequestOutput
 from nanoinfer.protocols.fields import EMBEDDINGS, MAX_INPUTS, FieldError, read_fields
 from nanoinfer.protocols.requests import prompts, queue_options
+from nanoinfer.protocols.shared import Reply
 from nanoinfer.sampling_params import PoolingParams
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
@@ -47,23 +48,21 @@ def parse_pooling(body: Mapping[str, Any]) -> PoolingRequest:
     return PoolingRequest(params, inputs, fields.get("model"), **queue_options(fields), base64=as_base64)
 
 
-def pooling_body(
-    request: PoolingRequest, outputs: Sequence[EmbeddingRequestOutput], *, request_id: str, model: str, created: int
-) -> dict[str, Any]:
+def pooling_body(request: PoolingRequest, outputs: Sequence[EmbeddingRequestOutput], reply: Reply) -> dict[str, Any]:
     """Return the body of a successful response, for `json_strings`.
 
     Args:
         request: from `parse_pooling`.
         outputs: of its inputs.
-        request_id, model, created: as for `response_body`.
+        reply: as for `response_body`.
     """
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     embeddings = [_values(output.outputs.values, request.base64) for output in outputs]
     return {
-        "id": f"embd-{request_id}",
+        "id": f"embd-{reply.request_id}",
         "object": "list",
-        "created": created,
-        "model": model,
+        "created": reply.created,
+        "model": reply.model,
         "data": tuple({"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(embeddings)),
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }

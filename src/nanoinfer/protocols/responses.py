@@ -22,7 +22,7 @@ from nanoinfer.protocols.errors import as_sent, error_body, renamed, status_code
 from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES, FieldError, read_fields
 from nanoinfer.protocols.output import token_counts, usage
 from nanoinfer.protocols.requests import GenerationRequest, parse
-from nanoinfer.protocols.shared import Decode, Outputs, Part, Parts, Shape, StreamWriter, Verb, event_bytes, parts_of
+from nanoinfer.protocols.shared import Outputs, Part, Parts, Reply, Shape, StreamWriter, Verb, event_bytes, parts_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.json_pieces import encode
 
@@ -237,31 +237,22 @@ _EVENTS = {
 }  # fmt: skip
 
 
-def responses_body(
-    request: GenerationRequest,
-    outputs: Sequence[RequestOutput],
-    *,
-    request_id: str,
-    model: str,
-    created: int,
-    decode: Decode,
-) -> dict[str, Any]:
+def responses_body(request: GenerationRequest, outputs: Sequence[RequestOutput], reply: Reply) -> dict[str, Any]:
     """Return the body of a successful response. Args as for `response_body`."""
     (o,) = outputs[0].outputs
     end, parts = _end(o), parts_of(o)
     custom = _custom_tools(request)
-    items = [_item(part, request_id, end["status"] if part is parts[-1] else "completed", custom) for part in parts]
+    status = end["status"]
+    items = [_item(part, reply.request_id, status if part is parts[-1] else "completed", custom) for part in parts]
     counts = _usage(usage(outputs), outputs[0].num_cached_tokens)
-    return _head(request, request_id, model, created) | end | {"output": tuple(items), "usage": counts}
+    return _head(request, reply) | end | {"output": tuple(items), "usage": counts}
 
 
 class EventWriter(StreamWriter):
     """Encodes the events of one response. Args as for `StreamWriter`; the request is from `parse_responses`."""
 
-    def __init__(
-        self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
-    ) -> None:
-        self._id, self._head = request_id, _head(request, request_id, model, created)
+    def __init__(self, request: GenerationRequest, reply: Reply) -> None:
+        self._id, self._head = reply.request_id, _head(request, reply)
         self._custom = _custom_tools(request)
         self._num_events = 0
         self._parts = Parts()
@@ -337,16 +328,16 @@ class EventWriter(StreamWriter):
         return f"event: {name}\ndata: {text}\n\n"
 
 
-def _head(request: GenerationRequest, request_id: str, model: str, created: int) -> dict[str, Any]:
+def _head(request: GenerationRequest, reply: Reply) -> dict[str, Any]:
     """Return a response that has just begun."""
     return {
-        "id": f"resp_{request_id}",
+        "id": f"resp_{reply.request_id}",
         "object": "response",
-        "created_at": created,
+        "created_at": reply.created,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": model,
+        "model": reply.model,
         "output": (),
         "usage": None,
         **request.echoed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, ContentDelta, ReasoningDelta, RequestOutput
@@ -21,17 +21,28 @@ Outputs = Sequence[tuple[int, RequestOutput]]
 """Pairs of a prompt's index and what was generated for it."""
 
 
+class Reply(NamedTuple):
+    """What all responses have."""
+
+    request_id: str
+    """What follows "cmpl-" or "chatcmpl-" in the id."""
+    model: str
+    """Name of the model."""
+    created: int
+    """Time in seconds since 1970."""
+    decode: Decode
+    """Returns the text of token ids, for echo."""
+
+
 class StreamWriter:
     """Encodes the server-sent events of one response. The routes' classes have `events`, `end` and `error`.
 
     Args:
         request: of the stream.
-        request_id, model, created, decode: as for `response_body`.
+        reply: to it.
     """
 
-    def __init__(
-        self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
-    ) -> None:
+    def __init__(self, request: GenerationRequest, reply: Reply) -> None:
         raise NotImplementedError
 
     def events(self, new: Outputs) -> Iterator[str]:

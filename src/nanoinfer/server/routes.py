@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -194,14 +193,7 @@ async def embed(service: Service, scope: Scope, receive: Receive, send: Send) ->
         outputs = await service.llm.pool(
             lambda: llm.pooler.embed(inputs, request.params, lora, **options), watch.receive
         )
-        body = partial(
-            pooling_body,
-            request,
-            outputs,
-            request_id=new_id(),
-            model=service.name_of(request.model),
-            created=int(time.time()),
-        )
+        body = partial(pooling_body, request, outputs, service.reply(new_id(), request.model))
         await service.bodies.respond(send, body, len(inputs) * width)
 
 
@@ -310,7 +302,7 @@ async def _answer(
 
     def document() -> dict[str, Any]:
         check_finite(every)
-        return shape.body(request, every, **service.common(request_id, request.model))
+        return shape.body(request, every, service.reply(request_id, request.model))
 
     await service.bodies.respond(send, document, num_values(request, every))
 
@@ -350,7 +342,7 @@ async def _stream(
     The response begins with the first of them: an error before is a response of its own. One that comes later is the
     last event. After the first, this task only sends what is large, and what comes while the client reads slowly.
     """
-    writer = shape.writer(request, **service.common(request_id, request.model))
+    writer = shape.writer(request, service.reply(request_id, request.model))
     started = False
     try:
         async for new in merged:

@@ -19,6 +19,7 @@ from nanoinfer.errors import NanoinferError, show
 from nanoinfer.protocols import messages, output, responses
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
 from nanoinfer.protocols.requests import GenerationRequest
+from nanoinfer.protocols.shared import Reply
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
@@ -111,10 +112,9 @@ class Service:
             for i, prompt in enumerate(request.prompts)
         ]
 
-    def common(self, request_id: str, model: str | None) -> dict[str, Any]:
-        """Return the arguments that `Shape.body` and `Shape.writer` share. `model`: of the request."""
-        name, created = self.name_of(model), int(time.time())
-        return {"request_id": request_id, "model": name, "created": created, "decode": self.decode}
+    def reply(self, request_id: str, model: str | None) -> Reply:
+        """Return what all responses have. `model`: of the request."""
+        return Reply(request_id, self.name_of(model), int(time.time()), self.decode)
 
     def name_of(self, model: str | None) -> str:
         """Return the name that responses have: that of the request's adapter, or the first name of the model."""
