@@ -15,19 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import DEFAULTS, SampleSlots
+from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import CudaRecorder
 from nanoinfer.engines.static_shapes import StepTensors, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.layers import Rotation
-from nanoinfer.models.transformer import Block, Transformer
+from nanoinfer.models.transformer import Block
 
 RunBlock = Callable[..., Tensor]
 
@@ -43,16 +42,8 @@ class CompiledEngine(CudaGraphEngine):
 
     min_context = 256  # fewer shapes to compile
 
-    def __init__(
-        self,
-        model: Transformer,
-        limits: EngineLimits,
-        config: EngineConfig = DEFAULTS,
-        *,
-        backend: str | Callable[..., object] = "inductor",
-        recorder: CudaRecorder | None = None,
-    ) -> None:
-        super().__init__(model, limits, config, recorder=recorder)
+    def __init__(self, *args: Any, backend: str | Callable[..., object] = "inductor", **options: Any) -> None:
+        super().__init__(*args, **options)
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool, bool, bool], RunBlock] = {}
 
