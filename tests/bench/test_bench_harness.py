@@ -18,7 +18,7 @@ from helpers.models import make_folder, one_thread, refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, Row
-from nanoinfer.bench.derived_metrics import BEST_PEER
+from nanoinfer.bench.results import BEST_PEER
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.worker import WorkerProcess

@@ -12,7 +12,7 @@ from helpers.models import CHARS, refuses
 from nanoinfer.bench import model_folders
 from nanoinfer.bench.backends.engines import _spread
 from nanoinfer.bench.case import Case, Row, RunTimes, cut_prompt, make_requests, repeat_prompt, summarize
-from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
+from nanoinfer.bench.results import add_speculation, add_speedups
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.table import shape_name

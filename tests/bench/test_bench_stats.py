@@ -13,8 +13,7 @@ import pytest
 from helpers.models import refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, Row, RunTimes, is_steady, make_requests, naive_token_times, summarize
-from nanoinfer.bench.derived_metrics import add_speedups, fill_in
-from nanoinfer.bench.results import Results
+from nanoinfer.bench.results import Results, add_speedups, fill_in
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nanoinfer.engines.triton_modules import FusedStack
+from nanoinfer.engines.triton_layers import FusedStack
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.experts import expert_product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8

@@ -28,7 +28,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.triton_engine import TritonEngine
-from nanoinfer.engines.triton_modules import FusedLinear, FusedStack
+from nanoinfer.engines.triton_layers import FusedLinear, FusedStack
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
 from nanoinfer.models.transformer import Transformer

@@ -113,7 +113,7 @@ TORCH = {
     "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
     "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
-    "engines/triton_layers.py", "engines/triton_modules.py", "kernels/triton", "kv/slots.py",
+    "engines/triton_layers.py", "kernels/triton", "kv/slots.py",
     "models/adapters.py", "models/attention.py", "models/experts.py", "models/transformer.py",
     "models/layers.py",
     "engines/states.py", "models/other_attention.py", "models/recurrent.py", "sampling/triton.py",

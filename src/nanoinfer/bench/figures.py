@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoinfer.bench.case import IRREGULAR, Row, digits
-from nanoinfer.bench.derived_metrics import NAIVE
-from nanoinfer.bench.results import Results
+from nanoinfer.bench.results import NAIVE, Results
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.utils.files import write_folder
 

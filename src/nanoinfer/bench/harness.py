@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from nanoinfer.bench.case import BUSY, IRREGULAR, Case, Row, RunTimes, is_steady, naive_token_times, summarize
-from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
+from nanoinfer.bench.results import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.suites import Options
 from nanoinfer.bench.worker import Processes, RunResult, WorkerProcess
 from nanoinfer.config import ModelConfig

@@ -14,10 +14,9 @@ from nanoinfer.bench import machine
 from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case, Row
-from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.model_folders import ModelFolders
-from nanoinfer.bench.results import Results
+from nanoinfer.bench.results import Results, add_speedups, fill_in
 from nanoinfer.bench.suites import SUITES, Options, by_shape
 from nanoinfer.checkpoints.load import fit_engine
 from nanoinfer.config import EngineConfig, ModelConfig

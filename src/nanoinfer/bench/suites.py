@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nanoinfer.bench.case import MIXED_HIGH, Case
-from nanoinfer.bench.derived_metrics import BEST_PEER
+from nanoinfer.bench.results import BEST_PEER
 from nanoinfer.config import ModelConfig, SchedulerConfig
 from nanoinfer.engines.registry import ENGINES
 

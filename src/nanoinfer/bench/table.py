@@ -12,8 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from nanoinfer.bench.case import BUSY, DASH, Case, Row, digits
-from nanoinfer.bench.derived_metrics import BEST_PEER
-from nanoinfer.bench.results import Results, headline
+from nanoinfer.bench.results import BEST_PEER, Results, headline
 
 
 class Column(NamedTuple):

@@ -33,8 +33,7 @@ from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder
 from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
-from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, norm_of
-from nanoinfer.engines.triton_modules import fuse
+from nanoinfer.engines.triton_layers import ACTIVATIONS, Layer, describe, frozen, fuse, norm_of
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.epilogue import Epilogue, Places
