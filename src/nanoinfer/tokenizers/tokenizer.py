@@ -1,6 +1,6 @@
 """Tokenizers: text to token ids and back, and incremental decoding.
 
-Three classes implement the interface `Tokenizer`:
+A `Tokenizer` is of one of three classes:
 
 - `GenericTokenizer`: any `tokenizer.json` (WordPiece, SentencePiece); decodes by re-decoding a suffix.
 - `ByteLevelTokenizer`: one with byte-level BPE, as in GPT-2 and the built-in models; decodes bytes.
@@ -18,7 +18,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import NanoinferError, escaped, reason, show
 from nanoinfer.tokenizers import limits
@@ -45,42 +45,6 @@ CACHED_WORDS = 1000  # whose tokens the library keeps, for each thread: up to 10
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-    bos_token_id: int | None
-    """Token that begins each prompt which is given as text; None: there is none. `encode` does not add it."""
-    special_tokens: Mapping[int, str]
-    """Tokens that are no text, such as those that end a turn, with their spelling."""
-    suffix: tuple[int, ...]
-    """Tokens that end each text of which an embedding is made. `encode` does not add them."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
-        ...
-
-    def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, without tokenizing it; 0 if no bound is known."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone. Raises NanoinferError for an id that the tokenizer does not have."""
-        ...
-
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
-        """Return a new stream for the tokens that follow a prompt.
-
-        Prompt text followed by streamed text equals the text of all tokens, including the space between two words:
-
-            text of [▁the] = "the"    stream([▁the]).push(▁engine) = " engine"    text of [▁the, ▁engine] = "the engine"
-
-        There are two exceptions. If a prompt ends inside a character, its text ends with U+FFFD and the stream begins
-        with the whole character. If a byte makes characters before it invalid, text already emitted stays.
-        """
-        ...
-
-
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
     stream = tokenizer.stream()
@@ -101,16 +65,23 @@ def byte_alphabet() -> dict[str, int]:
 class GenericTokenizer:
     """Any tokenizer that the tokenizers library loads."""
 
+    bos_token_id: int | None
+    """Token that begins each prompt which is given as text; None: there is none. `encode` does not add it."""
+    special_tokens: Mapping[int, str]
+    """Tokens that are no text, such as those that end a turn, with their spelling."""
+    suffix: tuple[int, ...]
+    """Tokens that end each text of which an embedding is made. `encode` does not add them."""
+
     def __init__(self, core: tokenizers.Tokenizer, vocab: Mapping[str, int] | None = None) -> None:
         _bound_cache(core)
         self.core, vocab = core, vocab or core.get_vocab(with_added_tokens=True)
         self._longest, self.vocab_size = limits.longest_token(core, byte_alphabet(), vocab), _table_size(vocab)
         self.bos_token_id, self.suffix = around(core)
         added = core.get_added_tokens_decoder()
-        self.special_tokens: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
+        self.special_tokens = {i: token.content for i, token in added.items() if token.special}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`."""
+        """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
         ids = _encode(self.core, text)
         if ids and (last := max(ids)) >= self.vocab_size:
             token = show(self.core.id_to_token(last))
@@ -118,17 +89,28 @@ class GenericTokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least; 0 if no bound is known."""
+        """Return a number of tokens that `text` has at least, without tokenizing it; 0 if no bound is known."""
         return 0 if self._longest is None else self._longest.least_tokens(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone: b"\xe2" for '<0xE2>', else those of its text."""
+        """Return the bytes of one token alone: b"\xe2" for '<0xE2>', else those of its text.
+
+        Raises NanoinferError for an id that the tokenizer does not have.
+        """
         text = decode(self, [token_id])
         byte = BYTE_TOKEN.fullmatch(spelled(self.core, token_id, self.vocab_size) or "") if MISSING in text else None
         return text.encode() if byte is None else bytes.fromhex(byte[1])
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
-        """Return a new stream for the tokens that follow a prompt."""
+        """Return a new stream for the tokens that follow a prompt.
+
+        Prompt text followed by streamed text equals the text of all tokens, including the space between two words:
+
+            text of [▁the] = "the"    stream([▁the]).push(▁engine) = " engine"    text of [▁the, ▁engine] = "the engine"
+
+        There are two exceptions. If a prompt ends inside a character, its text ends with U+FFFD and the stream begins
+        with the whole character. If a byte makes characters before it invalid, text already emitted stays.
+        """
         return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
 
 
@@ -207,6 +189,10 @@ class CharTokenizer:
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return Utf8Stream(self.token_bytes, self._texts, self.vocab_size, prompt_token_ids)
+
+
+Tokenizer = GenericTokenizer | CharTokenizer
+"""Text to token ids and back."""
 
 
 def _bound_cache(core: tokenizers.Tokenizer) -> None:
