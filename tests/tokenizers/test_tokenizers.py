@@ -494,7 +494,7 @@ PIECES = st.sampled_from(
     [*"ab é日🎉", "aaaaaaaa", "    ", "\u1fbe\u0308\u0301", "\u212a", "\u1100\u1161\u11a8", "<long token>", "\u0958",
      "\u0915\u093c", "<a>", "bbbb"]
 )  # fmt: skip
-TEXTS = st.lists(PIECES, max_size=40).map("".join)
+DRAWN = st.lists(PIECES, max_size=40).map("".join)
 
 
 def with_start(tokenizer: Tokenizer) -> Tokenizer:
@@ -509,7 +509,7 @@ def test_a_text_has_at_least_so_many_tokens(make: Callable[[], Tokenizer]) -> No
     tokenizer = make()
 
     @settings(max_examples=60, deadline=None)
-    @given(TEXTS)
+    @given(DRAWN)
     def check(text: str) -> None:
         if isinstance(tokenizer, CharTokenizer):
             text = "".join(c for c in text if c in tokenizer.chars)
