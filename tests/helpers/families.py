@@ -334,6 +334,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig", _DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 20, "intermediate_size": None}
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
     "granitemoehybrid-mamba": ("GraniteMoeHybridConfig", GRANITE4 | _MAMBA),
     "granitemoehybrid-mamba-experts": (
         "GraniteMoeHybridConfig",
@@ -429,7 +433,8 @@ def random_model(config: Any) -> Any:
     torch.manual_seed(1)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    size = 0.15 if config.model_type.startswith("qwen3_5") else 0.3  # states of many tokens multiply rounding errors
+    delta = config.model_type.startswith(("qwen3_5", "qwen3_next"))
+    size = 0.15 if delta else 0.3  # states of many tokens multiply rounding errors
     with torch.no_grad():
         for name, p in model.named_parameters():  # the initial values are so small that positions hardly matter
             added = config.model_type in ADDED

@@ -169,6 +169,10 @@ CASES: dict[str, Case] = {
         DELTA | DELTA_GROUPS | EXPERTS | {"shared_expert_intermediate_size": 64, "intermediate_size": None},
         "npm/qwen3", "qwen35", CHATML, "Qwen3.5-4B.jinja", stored=MTP,
     ),
+    "Qwen3-Next 80B-A3B": Case(
+        "qwen3_next", DELTA | {"linear_num_value_heads": 4} | EXPERTS | {"shared_expert_intermediate_size": 64},
+        "npm/qwen3", "qwen2", CHATML, "Qwen3-Coder.jinja", stored=MTP,
+    ),
     "LFM2 1.2B": Case(
         "lfm2", LFM2 | TIED, "npm/llama3_1", "lfm2", (), "LFM2.5-Instruct.jinja", added=("<|im_start|>", "<|im_end|>"),
     ),

@@ -215,7 +215,7 @@ class Proof:
         (output,) = llm.generate([{"prompt_token_ids": self.prompt[0].tolist()}], params)[0].outputs
         ((token, logprob),) = output.logprobs[0].items()
         native = abs(logprob.logprob - logits[0, -1].log_softmax(-1)[token].item()) / logits.std().item()
-        limit *= 1.5 if gpt.config.experts is not None else 1.0  # tokens get other experts
+        limit *= 2 if gpt.config.experts is not None else 1  # tokens get other experts; llama.cpp is as far off
         assert error < limit, f"{format}: {error:.1%} of the logits' standard deviation"
         assert native < 0.3, f"{format}, engine native: {native:.1%} of the logits' standard deviation"
         return f"{error:.1%} (native {native:.1%})"

@@ -208,6 +208,11 @@ def _qwen35_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return hybrid.delta(m, shape) | _experts(m, shape)
 
 
+def _qwen3_next(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    m.only(m.key("expert_weights_norm"), True)
+    return hybrid.delta(m, shape) | _experts(m, shape) | {"norm_topk_prob": True}
+
+
 def _lfm2_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.only(m.key("expert_gating_func"), 2)  # sigmoids
     m.only(m.key("expert_weights_norm"), True)
@@ -380,6 +385,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "qwen35": _QWEN35,
     "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_qwen35_moe, rows=(*_QWEN35.rows, *_SHARED)),
+    "qwen3next": replace(
+        _QWEN35,
+        family="qwen3_next",
+        further=_qwen3_next,
+        rows=(*_QWEN35.rows, *_SHARED),
+        recurrent=hybrid.NEXT,
+        tiled=False,
+    ),
     "lfm2": Architecture(
         "lfm2", hybrid.lfm2, hybrid.CONVOLUTION_ROWS, names={"ln_f": "token_embd_norm"}, recurrent=hybrid.CONVOLUTION
     ),

@@ -24,6 +24,8 @@ _STATE: dict[str, str | tuple[str, ...]] = {
     "attn.norm_scale": "ssm_norm.weight",
 }
 DELTA: dict[str, str | tuple[str, ...]] = {"attn.c_attn": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")} | _STATE
+NEXT: dict[str, str | tuple[str, ...]] = DELTA | {"attn.c_attn": ("attn_qkv", "attn_gate", "ssm_ba")}
+"""Of Qwen3-Next, whose rates of learning and decays of a head of keys stand together."""
 DECAY = "ssm_a"
 """Ending of the tensor that has -exp(a_log)."""
 OWN_NORM = "ssm_norm.weight"

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models.families import FAMILIES, deepseek
 from nanoinfer.models.families.base import FOLDED_HEADS, Family, interleaved
 from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.families.hybrid import key_heads_apart
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.stored import ChangedTensor, StoredTensor
 from nanoinfer.tokenizers.tokenizer import Tokenizer
@@ -58,6 +60,9 @@ _NEXT = {
 _EACH_EXPERT = {f"mlp.experts.c_{ours}": f"ffn_{theirs}.{{}}" for ours, theirs in
                 (("gate", "gate"), ("fc", "up"), ("proj", "down"))}  # fmt: skip
 """Names in files of 2023 and early 2024."""
+
+
+_NEXT_ORDER = partial(key_heads_apart, stored_apart=True)
 
 
 def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Value]]:
@@ -223,5 +228,6 @@ def stored_family(config: ModelConfig, layout: Architecture, stored: Container[s
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
         recurrent=layout.recurrent, folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
+        recurrent_order=_NEXT_ORDER if layout.recurrent is hybrid.NEXT else Family.recurrent_order,
         from_stored=Family.from_stored, mtp=_NEXT,
     )  # fmt: skip

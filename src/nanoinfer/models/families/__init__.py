@@ -28,7 +28,7 @@ _FAMILIES = (
     mistral.MIXTRAL, qwen.QWEN2_MOE, qwen.QWEN3_MOE, olmo.OLMOE, granite.GRANITEMOE, deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3, gpt2.OPT, llama.BITNET, gpt_oss.GPT_OSS, llama.NEMOTRON, llama.JAIS2, llama.EXAONE,
     granite.MINICPM, mamba.GRANITEMOEHYBRID, gpt2.GPT_NEO,
-    hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.LFM2, hybrid.LFM2_MOE,
+    hybrid.QWEN3_5, hybrid.QWEN3_5_MOE, hybrid.QWEN3_NEXT, hybrid.LFM2, hybrid.LFM2_MOE,
     mamba.NEMOTRON_H, mamba.FALCON_H1,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -101,6 +101,8 @@ class Family:
     """Whether the parts of `fused` tensors alternate row by row, and biases of the experts' end with "_bias"."""
     recurrent: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """`names` of the parts that differ in recurrent layers."""
+    recurrent_order: Callable[[ModelConfig, str], NDArray[np.intp] | None] = lambda config, part: None
+    """`order` of recurrent layers."""
     mtp: Mapping[str, str] = field(default_factory=dict)
     """Beginning of the names of tensors of the block that predicts a further token ({}: the number of layers) -> that
     in a model with one layer and MTP_NAMES; empty: of a copy of embedding or head. The first that fits counts."""
@@ -199,7 +201,7 @@ class Family:
         recurrent = layer is not None and config.layer(layer).recurrent
         theirs = (self.recurrent if recurrent and part in self.recurrent else self.names)[part]
         prefix = "" if layer is None else self.layer.format(layer)
-        order = Recipe.order if recurrent else partial(self.order, config, part)
+        order = partial(self.recurrent_order if recurrent else self.order, config, part)
         if isinstance(theirs, str) and "{}" in theirs:
             counts = {"attn.q_norm": config.n_head, "attn.k_norm": config.n_kv_head}
             count = config.experts.count if config.experts is not None else counts[part]
@@ -215,6 +217,9 @@ class Family:
         widths = config.qkv_widths(layer or 0)
         if config.attention_gate and not recurrent:  # the gate's rows are beside those of the queries
             widths = (widths[0] + widths[-1], *widths[1:-1])
+        if recurrent and (pairs := len(widths) - len(theirs)) > 0:  # the last of theirs are two of ours each
+            alone = len(theirs) - pairs
+            widths = (*widths[:alone], *(widths[i] + widths[i + 1] for i in range(alone, len(widths), 2)))
         sizes = zip(theirs, widths, strict=False)  # only c_attn is made of several
         return Recipe(tuple((f"{prefix}{their}{suffix}", size) for their, size in sizes if size), order)
 

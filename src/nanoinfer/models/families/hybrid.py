@@ -104,16 +104,20 @@ QWEN3_5 = LLAMA.derive(
 """Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
 
 
-def _read_qwen3_5_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    mixture = Experts(
-        experts.num_experts(f, 256),
-        f.get("num_experts_per_tok", 8),
+def _mixture(f: Fields, count: int, chosen: int, normalize: bool) -> Experts:
+    """Return the experts; count, chosen: defaults of their number, and of those of a token."""
+    return Experts(
+        experts.num_experts(f, count),
+        f.get("num_experts_per_tok", chosen),
         f.get("moe_intermediate_size", 512),
-        normalize=True,
+        normalize,
         shared_width=f.integer("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
-    return experts.with_experts(_read_qwen3_5(f, config), mixture)
+
+
+def _read_qwen3_5_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    return experts.with_experts(_read_qwen3_5(f, config), _mixture(f, 256, 8, normalize=True))
 
 
 def _write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
@@ -141,6 +145,53 @@ QWEN3_5_MOE = QWEN3_5.derive(
     written=False,
 )
 """Qwen3.5 with a mixture of experts in every layer."""
+
+
+def key_heads_apart(config: ModelConfig, part: str, stored_apart: bool = False) -> NDArray[np.intp] | None:
+    """Return the order of c_attn's rows, in whose stored parts what belongs to a head of keys stands together.
+
+    stored_apart: whether only the rates of learning and the decays of such a head are together, as in GGUF files.
+    """
+    if part != "attn.c_attn" or (state := config.recurrence) is None:
+        return None
+    values = state.inner_dim // state.num_key_heads
+    end = state.num_channels + state.inner_dim
+    ends = np.cumsum((state.key_dim, state.key_dim, values, values))[:-1]
+    main = np.arange(end)
+    if not stored_apart:  # queries, keys, values and gates
+        main = np.concatenate([x.ravel() for x in np.split(main.reshape(state.num_key_heads, -1), ends, 1)])
+    gates = end + np.arange(state.num_gates).reshape(state.num_key_heads, 2, -1).swapaxes(0, 1)
+    return np.concatenate((main, gates.ravel()))
+
+
+def _read_qwen3_next(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    mixture = _mixture(f, 512, 10, f.flag("norm_topk_prob", True))
+    return experts.with_experts(_read_qwen3_5(f, config), mixture, experts.sparse_layers(f))
+
+
+def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+    return _write_qwen3_5_moe(config) | experts.sparse_fields(config)
+
+
+QWEN3_NEXT = QWEN3_5_MOE.derive(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    {"intermediate_size": ("n_inner", 5632), "num_key_value_heads": ("num_kv_heads", 2)},
+    {part: LLAMA.names[part] for part in ("mlp.c_gate", "mlp.c_fc", "mlp.c_proj")},
+    defaults={"max_position_embeddings": 32768, "vocab_size": 151936},
+    only={"attention_bias": (False, None)},
+    harmless=tuple(name for name in QWEN3_5_MOE.harmless if name != "mlp_only_layers"),
+    read_layers=_read_qwen3_next,
+    write_layers=_write_qwen3_next,
+    recurrent={**_IN_PROJ, "attn.c_attn": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+    recurrent_order=key_heads_apart,
+    order=_gate_last,
+    fused=experts.STACKED,
+    from_stored=QWEN3_5_MOE.from_stored,
+    mtp=_MTP,
+    written=False,
+)
+"""Qwen3-Next: Qwen3.5 with experts, and with other defaults and joined projections."""
 
 
 def _read_lfm2(f: Fields, config: ModelConfig) -> dict[str, Any]:
