@@ -260,8 +260,9 @@ FALCON_H1 = LLAMA.derive(
     },
     defaults={"intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     biases={"mlp_bias": (("mlp",), False)},
-    only=dict.fromkeys(("attention_bias", "mamba_proj_bias", "projectors_bias"), (False,)),
-    harmless=(*_IDLE, "mamba_norm_before_gate"),
+    only=dict.fromkeys(("attention_bias", "mamba_proj_bias", "projectors_bias"), (False,))
+    | {"mamba_use_mlp": (True,), "attn_layer_indices": (None,)},
+    harmless=(*_IDLE, "mamba_norm_before_gate", "mlp_expansion_factor"),
     read_layers=_read_falcon,
     write_layers=_write_falcon,
     from_stored=_multiplied,
