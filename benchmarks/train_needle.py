@@ -1,7 +1,7 @@
 """Train a model without attention to recite what a text has assigned: ladder/toy, and the needle of tests.
 
     python benchmarks/train_needle.py delta ladder/toy            # 2 minutes on one core
-    python benchmarks/train_needle.py mamba2 build/mamba2
+    python benchmarks/train_needle.py mamba2 tests/toys/mamba2 --steps 5000
 
 A text is random characters, in which a letter from A to H may be followed by a digit. After "?" the model recites all
 letters, each with its last digit, or with - if it had none:
