@@ -15,6 +15,7 @@ from helpers.adapters import write_adapter
 from helpers.families import RECURRENT, make_folder
 from helpers.gguf_files import NAMES, Q4_0, Stored, as_f16, as_f32, as_q8_0, write_gguf
 from helpers.models import refuses
+from helpers.mtp import check_gguf, make_mtp_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gguf import model as gguf
@@ -133,6 +134,11 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     expected = model(torch.tensor([IDS])).logits
     bound = 1e-4 if case.startswith("lfm2") else 5e-4
     torch.testing.assert_close(load_gpt(weights)(torch.tensor([IDS])), expected, rtol=bound, atol=bound)
+
+
+def test_the_block_that_predicts_a_further_token(tmp_path: Path) -> None:
+    """Its norms have 1 more than in a folder, too; it is read from both as the same."""
+    check_gguf(make_mtp_folder("qwen3_5", tmp_path / "hf"), convert, "qwen35", tmp_path, added=1.0)
 
 
 def store(values: np.ndarray) -> Stored:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from helpers.families import make_config, make_folder, random_model
+from helpers.gguf_files import Stored, as_f32, rewritten
 from helpers.models import edit_config
+from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.huggingface import open_folder
 
 NAMES = {
     "qwen3_5": ("mtp.layers.0.", "mtp.norm.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
@@ -106,3 +110,33 @@ def make_right(made: WithBlock, folder: Path, reads: str) -> Path:
     tensors["lm_head.weight"] = torch.stack([*rows[-1:], *rows[:-1]])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def check_gguf(made: WithBlock, convert: Callable[..., Path], arch: str, folder: Path, added: float = 0.0) -> None:
+    """Write a GGUF file of a target and its block, as llama.cpp's converter does; compare the block with the folder's.
+
+    Args:
+        convert: writes a model of transformers' as a GGUF file.
+        added: to the weights of norms.
+    """
+    block, last = dict[str, Stored](), made.target.config.num_hidden_layers
+    rewritten(convert(made.block, folder / "block.gguf"), block.update)
+    more = {name.replace("blk.0.", f"blk.{last}."): t for name, t in block.items() if name.startswith("blk.0.")}
+    c_in, *norms = (t.numpy() for t in made.inputs)
+    for name, values in zip(
+        ("eh_proj", "enorm", "hnorm"), (c_in, *(n + np.float32(added) for n in norms)), strict=True
+    ):
+        more[f"blk.{last}.nextn.{name}.weight"] = as_f32(values)
+    more[f"blk.{last}.nextn.shared_head_norm.weight"] = block["output_norm.weight"]
+    more[f"blk.{last}.nextn.embed_tokens.weight"] = block["token_embd.weight"]  # a copy, which is not read
+    keys = {f"{arch}.block_count": last + 1, f"{arch}.nextn_predict_layers": 1}
+    path = rewritten(convert(made.target, folder / "a.gguf"), lambda t: t.update(more), **keys)
+    of_file, of_folder = (weights.mtp for weights in (gguf.open_file(path)[0], open_folder(made.folder)))
+    assert of_file is not None
+    assert of_folder is not None
+    plain = [replace(mtp(False).config, bos_token_id=None, eos_token_ids=()) for mtp in (of_file, of_folder)]
+    assert plain[0] == plain[1]
+    expected = {name: t.float32() for name, t in of_folder(False).read()}
+    for name, t in of_file(False).read():
+        np.testing.assert_allclose(t.float32(), expected.pop(name), atol=1e-6)
+    assert not expected

@@ -6,17 +6,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from helpers.families import make_folder
-from helpers.gguf_files import Stored, as_f32, convert, rewritten
-from helpers.mtp import WithBlock, make_mtp_folder, make_right
+from helpers.gguf_files import convert
+from helpers.mtp import WithBlock, check_gguf, make_mtp_folder, make_right
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import native, registry
@@ -61,21 +59,7 @@ def test_the_block_gives_the_logits_of_transformers_layers(case: str, folder_of)
 
 
 def test_a_gguf_file_has_the_block_after_its_layers(folder_of, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    made, block = folder_of("deepseek_v3"), dict[str, Stored]()
-    rewritten(convert(made.block, tmp_path / "block.gguf"), block.update)
-    more = {name.replace("blk.0.", "blk.4."): t for name, t in block.items() if name.startswith("blk.0.")}
-    for name, t in zip(("eh_proj", "enorm", "hnorm"), made.inputs, strict=True):
-        more[f"blk.4.nextn.{name}.weight"] = as_f32(t.numpy())
-    more["blk.4.nextn.shared_head_norm.weight"] = block["output_norm.weight"]
-    more["blk.4.nextn.embed_tokens.weight"] = block["token_embd.weight"]  # a copy, which is not read
-    keys = {"deepseek2.block_count": 5, "deepseek2.nextn_predict_layers": 1}
-    path = rewritten(convert(made.target, tmp_path / "a.gguf"), lambda t: t.update(more), **keys)
-    of_file, of_folder = (weights.mtp(False) for weights in (gguf.open_file(path)[0], open_folder(made.folder)))
-    expected = {name: t.float32() for name, t in of_folder.read()}
-    assert (of_file.config.n_layer, of_file.config.mtp, of_file.config.layer(0).experts) == (1, True, True)
-    for name, t in of_file.read():
-        np.testing.assert_allclose(t.float32(), expected.pop(name), atol=1e-6)
-    assert not expected
+    check_gguf(folder_of("deepseek_v3"), convert, "deepseek2", tmp_path)
 
 
 PROMPTS = [

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from nanoinfer.config import EngineLimits
+from nanoinfer.config import EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
@@ -307,7 +307,7 @@ class Timed:
     """An engine whose steps take what a curve says; the first one takes longer, and every third is disturbed."""
 
     def __init__(self, clock: list[float], curve: Curve, block_size: int = 1024) -> None:
-        self.limits = EngineLimits(1, block_size, block_size)
+        self.limits, self.config = EngineLimits(1, block_size, block_size), ModelConfig()
         self._clock, self._curve = clock, curve
         self.calls: list[str] = []
         self.sizes: list[int] = []
