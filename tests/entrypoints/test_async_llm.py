@@ -24,20 +24,11 @@ import pytest
 from helpers.async_llm import freed, run
 from helpers.environment import ROOT
 from helpers.models import CHARS
-from nanoinfer import (
-    LLM,
-    AsyncLLM,
-    AsyncOutputStream,
-    BeamSearchParams,
-    NanoinferError,
-    RequestOutput,
-    ResultError,
-    SamplingParams,
-)
+from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, BeamSearchParams, RequestOutput, SamplingParams
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints import async_engine as async_engine_module
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncRequest
-from nanoinfer.errors import QueueFull
+from nanoinfer.errors import NanoinferError, QueueFull, ResultError
 from nanoinfer.outputs import Logprob
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.arrays import to_numpy

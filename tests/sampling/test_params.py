@@ -12,15 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer import LLM, PoolingParams
+from nanoinfer import LLM, BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import (
-    BadWords,
-    BeamSearchParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from nanoinfer.sampling_params import BadWords
 
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]
