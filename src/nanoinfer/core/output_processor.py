@@ -10,8 +10,7 @@ from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, 
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.speculative.speculator import SpecStats, Speculator
-from nanoinfer.tokenizers.text_streams import MISSING
-from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
+from nanoinfer.tokenizers.tokenizer import MISSING, Tokenizer, decode
 
 
 def logprobs_of(s: Sequence) -> list[dict[int, Logprob]] | None:

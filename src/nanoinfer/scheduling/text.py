@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from nanoinfer.tokenizers.text_streams import DecodeStream
+from nanoinfer.tokenizers.tokenizer import DecodeStream
 
 
 @lru_cache(maxsize=64)

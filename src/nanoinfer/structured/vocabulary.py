@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from nanoinfer.tokenizers.text_streams import BYTE_TOKEN
-from nanoinfer.tokenizers.tokenizer import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
+from nanoinfer.tokenizers.tokenizer import BYTE_TOKEN, ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
