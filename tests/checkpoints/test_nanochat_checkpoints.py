@@ -13,8 +13,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from helpers.evil_pickle import Evil
-from helpers.models import refuses
+from helpers.models import Evil, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import save
 from nanoinfer.checkpoints.load import load_model, load_tokenizer

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.evil_pickle import Evil
-from helpers.models import make_model, refuses
+from helpers.models import Evil, make_model, refuses
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.load import load_model
 from nanoinfer.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint

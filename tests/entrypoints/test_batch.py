@@ -19,8 +19,7 @@ import pytest
 
 from helpers.batch import run_on, runner
 from helpers.chat import chat_folder
-from helpers.models import Run
-from helpers.terminal import Terminal
+from helpers.models import Run, Terminal
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, PoolingParams, SamplingParams
 from nanoinfer.batch import run as batch_run

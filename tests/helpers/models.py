@@ -3,6 +3,7 @@ errors that users see; commands of the command line as processes (fixture `run` 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -123,3 +124,20 @@ def command(*arguments: object) -> list[str]:
 
 def one_thread() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Evil:
+    """Unpickling it runs a command that leaves a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.marker}",)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.models import refuses
-from helpers.terminal import Terminal
+from helpers.models import Terminal, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.utils.progress import ProgressBar
 
