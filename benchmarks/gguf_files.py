@@ -33,7 +33,6 @@ from nanoinfer.roofline.formats import FORMATS, find_model
 from nanoinfer.utils.environment import num_cpus
 
 PROMPT, LONG, STEPS = 1000, 4000, 32
-BATCHES = (1, 8, 64)
 LENGTH = 72
 """Context of the short cases: a prompt of 32 tokens, and 32 steps."""
 SYSTEMS = ("native", "llama.cpp")
@@ -50,35 +49,45 @@ def decode(system: Native | LlamaCpp, batch: int, context: int, steps: int) -> t
         part = [(i, row[at : at + PROMPT], False) for i, row in enumerate(tokens)]
         best = system.run(part).argmax(1).tolist()
     prompt = time.perf_counter() - start
-    start = time.perf_counter()
+    return 1e3 * prompt, rate(system, best, steps)
+
+
+def rate(system: Native | LlamaCpp, best: list[int], steps: int) -> float:
+    """Return the tokens/s of steps after the tokens `best`, one of each sequence."""
+    start, batch = time.perf_counter(), len(best)
     for _ in range(steps):
         best = system.run([(i, [token], False) for i, token in enumerate(best)]).argmax(1).tolist()
-    return 1e3 * prompt, batch * steps / (time.perf_counter() - start)
+    return batch * steps / (time.perf_counter() - start)
 
 
-def speeds(path: str, rounds: int, llama_bench: str | None, *, long: bool) -> dict[str, dict[str, float]]:
+def speeds(
+    path: str, rounds: int, batches: list[int], llama_bench: str | None, long: int
+) -> dict[str, dict[str, float]]:
     """Return medians: case -> system -> figure."""
-    native, llama = Native(path, max(BATCHES), LONG + 2 * LENGTH), LlamaCpp(path, 1, LENGTH)
+    room = max(PROMPT, long) + (rounds + 2) * STEPS
+    native, llama = Native(path, max(batches), room), LlamaCpp(path, 1, LENGTH)
     config, format = find_model(path)
     num_bytes = decode_cost(config, format or FORMATS["float32"]).model.bytes(1, LENGTH)
     buffer = ReadBuffer(num_bytes=num_bytes // 64 * 64, threads=num_cpus())
     times: Times = defaultdict(list)
-    for batch in BATCHES:
+    for batch in batches:
         llama.resize(batch, LENGTH)
         for round_ in range(rounds + 1):
             for name, system in zip(SYSTEMS, (native, llama), strict=True):
-                rate = decode(system, batch, 32, max(8, STEPS // batch))[1]
+                found_rate = decode(system, batch, 32, max(8, STEPS // batch))[1]
                 if round_:
-                    times[name, f"batch {batch}"].append(rate)
+                    times[name, f"batch {batch}"].append(found_rate)
             if batch == 1 and round_:
                 times["read", "batch 1"].append(read_rate(buffer.read, STEPS // 2))
-    llama.resize(1, LONG + 2 * LENGTH)
+    llama.resize(1, room)
     for _ in range(max(1, rounds // 2)):
         for name, system in zip(SYSTEMS, (native, llama), strict=True):
             times[name, "prompt"].append(decode(system, 1, PROMPT, 1)[0])
-    for _ in range(max(1, rounds // 2) if long else 0):
+    for system in (native, llama) if long else ():
+        decode(system, 1, long, 1)
+    for _ in range(rounds if long else 0):
         for name, system in zip(SYSTEMS, (native, llama), strict=True):
-            times[name, "long"].append(decode(system, 1, LONG, STEPS)[1])
+            times[name, "long"].append(rate(system, [1], STEPS // 2))
     del native, llama, buffer
     for _ in range(max(1, rounds // 2) if llama_bench else 0):
         run_ik(str(llama_bench), path, times)
@@ -190,7 +199,7 @@ def row(path: str, found: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| file | MiB | batch 1, tokens/s | of a plain read | at 4,000 tokens | batch 8 | batch 64 | 1,000-token prompt, ms"
+    "| file | MiB | batch 1, tokens/s | of a plain read | long context | batch 8 | batch 64 | 1,000-token prompt, ms"
     " | load, s | peak MiB | KL |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
@@ -200,7 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--short", action="store_true", help=f"leave out {LONG:,} tokens of context")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="sequences; 1 is needed")
+    parser.add_argument("--long", type=int, default=LONG, help="tokens of a long context, 0: leave it out")
+    parser.add_argument("--short", action="store_const", const=0, dest="long", help="as --long 0")
     parser.add_argument("--kl", type=int, help="tokens to compare the distributions on")
     parser.add_argument("--llama-bench", help="that program of ik_llama.cpp")
     parser.add_argument("--output", type=Path, help="JSON file of all figures")
@@ -211,7 +222,7 @@ def main() -> None:
     print(HEAD)
     results = {}
     for path in given.files:
-        found: dict[str, Any] = speeds(path, given.rounds, given.llama_bench, long=not given.short)
+        found: dict[str, Any] = speeds(path, given.rounds, given.batches, given.llama_bench, given.long)
         found["load"] = loads(path, max(1, given.rounds // 2))
         if given.kl:
             found["kl"] = divergences(path, given.kl)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +44,11 @@ SHAPES = PRESETS | {
 
 def format_of(name: str, shape: tuple[int, ...], file_format: str, config: ModelConfig) -> str:
     """Return the format that llama.cpp's quantizer gives a tensor: ("blk.0.attn_v.weight", ...) -> "Q6_K"."""
-    if gguf_export.format_of(name, shape, "F16") == "F32" or file_format == "Q8_0":
-        return gguf_export.format_of(name, shape, file_format)
     part = name.split(".")[-2]
+    if gguf_export.format_of(name, shape, "F16") == "F32" or part in ("ssm_conv1d", "conv"):
+        return "F32"
+    if file_format == "Q8_0":
+        return gguf_export.format_of(name, shape, file_format)
     if file_format == "Q6_K" or part == ("token_embd" if config.tie_word_embeddings else "output"):
         return "Q6_K"
     if file_format == "Q4_K_M" or part.endswith("_exps"):
@@ -78,37 +82,91 @@ def write(path: Path, shape: str, file_format: str) -> None:
     import gguf
 
     config = SHAPES[shape]
-    small = replace(config, n_layer=1, layers=config.layers[:1])
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        one = Path(folder) / "one.gguf"
-        gguf_export.write_file(
-            Weights(small, "float32", lambda: initialize(small, 0)), one, "F16", write_no_tokenizer(small), shape
-        )
-        reader = gguf.GGUFReader(one)
-        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-        for name, field in reader.fields.items():
-            value = field.contents()
-            if name.startswith("GGUF.") or name == "general.architecture":
-                continue
-            if name.endswith(".block_count"):
-                value = config.n_layer
-            writer.add_key_value(name, FORMATS[file_format] if name == "general.file_type" else value, field.types[0])
-        tensors = [(t.name, tuple(map(int, reversed(t.shape))), np.array(t.data)) for t in reader.tensors]
-        for name, dims, values in _repeated(tensors, config.n_layer):
-            format = format_of(name, dims, file_format, config)
-            if format == "F32":
-                writer.add_tensor(name, values)
-                continue
-            blocks = blocks_of(format, dims[-1])
-            rows = np.resize(blocks, (*dims[:-1], blocks.shape[1]))
-            writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    architecture, metadata, tensors = hybrid(config) if config.recurrence else _exported(config, path.parent, shape)
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata |= {"general.file_type": FORMATS[file_format]}
+    for name, value in metadata.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, gguf.GGUFValueType.UINT32 if type(value) is int else kind)
+    for name, dims, values in tensors:
+        format = format_of(name, dims, file_format, config)
+        if format == "F32":
+            writer.add_tensor(name, values)
+            continue
+        blocks = blocks_of(format, dims[-1])
+        rows = np.resize(blocks, (*dims[:-1], blocks.shape[1]))
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 Tensor = tuple[str, tuple[int, ...], NDArray[np.generic]]
+"""Name, shape, and values, which are not used where the format is not float32."""
+
+
+def _exported(config: ModelConfig, folder: Path, shape: str) -> tuple[str, dict[str, Any], Iterator[Tensor]]:
+    """Return the architecture, the metadata and the tensors of what `nanoinfer export` writes of one layer."""
+    import gguf
+
+    small = replace(config, n_layer=1, layers=config.layers[:1])
+    with tempfile.TemporaryDirectory(dir=folder) as part:
+        one = Path(part) / "one.gguf"
+        weights = Weights(small, "float32", lambda: initialize(small, 0))
+        gguf_export.write_file(weights, one, "F16", write_no_tokenizer(small), shape)
+        reader = gguf.GGUFReader(one)
+        metadata = {n: f.contents() for n, f in reader.fields.items() if not n.startswith(("GGUF.", "general.arch"))}
+        architecture = reader.fields["general.architecture"].contents()
+        tensors = [(t.name, tuple(map(int, reversed(t.shape))), np.array(t.data)) for t in reader.tensors]
+    return architecture, metadata | {f"{architecture}.block_count": config.n_layer}, _repeated(tensors, config.n_layer)
+
+
+def hybrid(config: ModelConfig) -> tuple[str, dict[str, Any], Iterator[Tensor]]:
+    """Return the same of a model with recurrent layers, in llama.cpp's names (its conversion/qwen.py and lfm2.py)."""
+    state = config.recurrence
+    assert state is not None
+    rotary = next(kind.rotary for kind in config.layers if kind.rotary is not None)
+    delta, heads = state.rule == "delta", [0 if kind.recurrent else config.n_kv_head for kind in config.layers]
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size, "block_count": config.n_layer, "context_length": config.block_size,
+        "embedding_length": config.n_embd, "feed_forward_length": config.mlp_dim, "attention.head_count": config.n_head,
+        "attention.head_count_kv": config.n_kv_head if delta else heads, "rope.freq_base": rotary.base,
+        "attention.layer_norm_rms_epsilon": config.norm_epsilon,
+    }  # fmt: skip
+    fields |= {
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.dimension_count": rotary.dim, "rope.dimension_sections": [11, 11, 10, 0],
+        "ssm.conv_kernel": state.taps, "ssm.state_size": state.key_dim, "ssm.group_count": state.num_key_heads,
+        "ssm.time_step_rank": state.num_heads, "ssm.inner_size": state.inner_dim, "full_attention_interval": 4,
+    } if delta else {"shortconv.l_cache": state.taps}  # fmt: skip
+    name = "qwen35" if delta else "lfm2"
+    metadata = {f"{name}.{key}": value for key, value in fields.items()}
+    return name, metadata | {"tokenizer.ggml.model": "no_vocab"}, _hybrid_tensors(config, delta)
+
+
+def _hybrid_tensors(config: ModelConfig, delta: bool) -> Iterator[Tensor]:
+    state, C, F, D = config.recurrence, config.n_embd, config.mlp_dim, config.head_dim
+    assert state is not None
+    queries = (1 + config.attention_gate) * config.n_head * D
+    both = {"attn_norm": (C,), "post_attention_norm" if delta else "ffn_norm": (C,), "ffn_gate": (F, C),
+            "ffn_up": (F, C), "ffn_down": (C, F)}  # fmt: skip
+    attention = {"attn_q": (queries, C), "attn_k": (config.kv_dim, C), "attn_v": (config.kv_dim, C),
+                 "attn_output": (C, config.n_head * D), "attn_q_norm": (D,), "attn_k_norm": (D,)}  # fmt: skip
+    convolution = {"shortconv.in_proj": (3 * C, C), "shortconv.out_proj": (C, C), "shortconv.conv": (C, state.taps)}
+    rule = {
+        "attn_qkv": (state.num_channels, C), "attn_gate": (state.inner_dim, C), "ssm_beta": (state.num_heads, C),
+        "ssm_alpha": (state.num_heads, C), "ssm_conv1d": (state.num_channels, state.taps), "ssm_dt": (state.num_heads,),
+        "ssm_a": (state.num_heads,), "ssm_norm": (state.value_dim,), "ssm_out": (C, state.inner_dim),
+    }  # fmt: skip
+    ends = {"ssm_dt": ".bias", "ssm_a": ""}
+    names = {"token_embd.weight": (config.vocab_size, C), f"{'output' if delta else 'token_embd'}_norm.weight": (C,)}
+    for layer, kind in enumerate(config.layers):
+        parts: dict[str, tuple[int, ...]] = both | ((rule if delta else convolution) if kind.recurrent else attention)
+        names |= {f"blk.{layer}.{part}{ends.get(part, '.weight')}": dims for part, dims in parts.items()}
+    for name, dims in names.items():
+        small = math.prod(dims) < 2**16
+        yield name, dims, np.full(dims if small else 1, -1 if name.endswith("ssm_a") else 0.2, np.float32)
 
 
 def _repeated(tensors: list[Tensor], n_layer: int) -> Iterator[Tensor]:
