@@ -105,6 +105,26 @@ GRANITE4 = {
     "layer_types": ["attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0,
     "num_experts_per_tok": 0, "shared_intermediate_size": 256, "mamba_n_heads": 4,
 }  # fmt: skip
+MAMBA_TYPES = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
+GRANITE4_H = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "position_embedding_type": "nope",
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+FALCON_H1 = PLAIN | {
+    "num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 16,
+    "mamba_n_groups": 2, "head_dim": 16, "tie_word_embeddings": False, "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9, "key_multiplier": 0.4, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
+    "mlp_multipliers": [0.88, 0.6], "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35], "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 5.5,
+} | theta(1e11)  # fmt: skip
 MINICPM = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
     "logits_scaling": 4.0,
@@ -263,10 +283,28 @@ CASES: dict[str, Case] = {
         "ibm-granite-granite-4.0.jinja", added=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
         stored={"layer_types": ["attention"] * 2},
     ),
+    "Granite 4.0 H 350M": Case(
+        "granitemoehybrid", GRANITE | PLAIN | TIED | GRANITE4 | GRANITE4_H | {"logits_scaling": 3.0},
+        "npm/gpt35turbo", "dbrx", (), "ibm-granite-granite-4.0.jinja",
+        added=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"), stored=MAMBA_TYPES,
+    ),
+    "Granite 4.0 H Tiny": Case(
+        "granitemoehybrid",
+        GRANITE | PLAIN | TIED | GRANITE4 | GRANITE4_H
+        | {"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+        "npm/gpt35turbo", "dbrx", (), "ibm-granite-granite-4.0.jinja",
+        added=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"), stored=MAMBA_TYPES,
+    ),
     "Granite 3.1 1B-A400M": Case(
         "granitemoe",
         GRANITE | TIED | {"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 2} | theta(1.5e6),
         "ggml/refact", "refact",
+    ),
+    "Falcon-H1 0.5B": Case(
+        "falcon_h1", FALCON_H1 | {"mamba_rms_norm": False, "mamba_norm_before_gate": True}, "npm/llama3_1", "falcon-h1",
+    ),
+    "Falcon-H1 7B": Case(
+        "falcon_h1", FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "npm/llama3_1", "falcon-h1",
     ),
     "StableLM 2 1.6B": Case(
         "stablelm", ALL_HEADS | {"use_qkv_bias": True} | theta(1e4, partial_rotary_factor=0.25),

@@ -220,6 +220,23 @@ def _lfm2_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return hybrid.lfm2(m, shape) | counts
 
 
+def _granite_hybrid(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """As in llama.cpp, positions are rotated if `rope.scaling.finetuned` is true."""
+    rotated = m.flag(m.key("rope.scaling.finetuned"), False)
+    fields = hybrid.mamba(m, shape) | {"position_embedding_type": "rope" if rotated else None}
+    if "expert_count" not in m:
+        return fields | {"num_local_experts": 0, "shared_intermediate_size": shape["intermediate_size"]}
+    width = m.int_("expert_feed_forward_length", shape["intermediate_size"])
+    shared = m.int_("expert_shared_feed_forward_length")
+    return fields | _experts(m, shape) | {"intermediate_size": width, "shared_intermediate_size": shared}
+
+
+def _falcon_h1(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """The converter has multiplied all factors into the weights."""
+    norm = "blk.0.ssm_norm.weight" in m.tensors
+    return hybrid.mamba(m, shape) | {"mamba_rms_norm": norm, "mamba_norm_before_gate": False}
+
+
 def _gpt_oss(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp fixes what the file lacks: every second layer has a window, the first one included."""
     width = m.int_("expert_feed_forward_length", shape["intermediate_size"])
@@ -428,6 +445,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "phi3", _longrope, (replace(_WINDOW, default=None),), partial=True, joined=True, gate_in_up=True
     ),
     "granite": Architecture("granite", rows=_GRANITE, interleaved=True),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", _granite_hybrid, (*_GRANITE, *hybrid.MAMBA_ROWS), interleaved=True, recurrent=hybrid.MAMBA
+    ),
+    "falcon-h1": Architecture("falcon_h1", _falcon_h1, hybrid.MAMBA_ROWS, names=hybrid.BESIDE),
     "minicpm": Architecture("granite", _longrope, _MINICPM, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),
     "stablelm": Architecture("stablelm", _stablelm, partial=True),

@@ -1,6 +1,6 @@
 """Models with recurrent layers in GGUF files: the keys of their states, and the names of the tensors of such layers.
 
-Source: llama.cpp, conversion/qwen.py, conversion/lfm2.py and src/models/qwen35.cpp.
+Source: llama.cpp, conversion/ (qwen.py, lfm2.py, mamba.py, granite.py, falcon_h1.py) and src/models.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ _STATE: dict[str, str | tuple[str, ...]] = {
     "attn.dt_bias": "ssm_dt.bias",
     "attn.norm_scale": "ssm_norm.weight",
 }
+MAMBA: dict[str, str | tuple[str, ...]] = _STATE | {
+    "attn.c_attn": "ssm_in", "attn.conv_bias": "ssm_conv1d.bias", "attn.skip_scale": "ssm_d",
+}  # fmt: skip
+BESIDE = MAMBA | {"attn.c_attn": ("attn_q", "attn_k", "attn_v", "ssm_in"), "attn.c_proj": "attn_output",
+                  "attn.state_proj": "ssm_out"}  # fmt: skip
+"""Of layers with attention beside Mamba 2."""
 DELTA: dict[str, str | tuple[str, ...]] = {"attn.c_attn": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")} | _STATE
 NEXT: dict[str, str | tuple[str, ...]] = DELTA | {"attn.c_attn": ("attn_qkv", "attn_gate", "ssm_ba")}
 """Of Qwen3-Next, whose rates of learning and decays of a head of keys stand together."""
 DECAY = "ssm_a"
 """Ending of the tensor that has -exp(a_log)."""
+VECTORS = (".ssm_d", ".ssm_norm.weight")
+"""Endings of vectors that may be stored as matrices, of a head or a group a row."""
 OWN_NORM = "ssm_norm.weight"
 """Ending of a norm that no number was added to."""
 DELTA_ROWS = (
@@ -35,6 +43,13 @@ DELTA_ROWS = (
     Row("ssm.state_size", "linear_key_head_dim", int),
     Row("ssm.group_count", "linear_num_key_heads", int),
     Row("ssm.time_step_rank", "linear_num_value_heads", int),
+)
+MAMBA_ROWS = (
+    Row("ssm.conv_kernel", "mamba_d_conv", int),
+    Row("ssm.state_size", "mamba_d_state", int),
+    Row("ssm.group_count", "mamba_n_groups", int),
+    Row("ssm.time_step_rank", "mamba_n_heads", int),
+    Row("ssm.inner_size", "mamba_d_ssm", int),
 )
 CONVOLUTION_ROWS = (Row("shortconv.l_cache", "conv_L_cache", int),)
 
@@ -52,14 +67,35 @@ def delta(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return {"linear_value_head_dim": inner // heads, "layer_types": types}
 
 
-def lfm2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json that other families lack: layers without keys have convolutions."""
-    num_layers, key = shape["num_hidden_layers"], m.key("attention.head_count_kv")
-    heads = m.get(key)
+def mamba(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Mamba 2 layers beside those of MAMBA_ROWS; layers without keys are such layers."""
+    inner, heads, kinds = shape["mamba_d_ssm"], shape["mamba_n_heads"], _with_keys(m, shape["num_hidden_layers"])
+    if inner % heads:
+        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    first = kinds.index(False) if False in kinds else 0
+    return {
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // shape["hidden_size"]
+        if inner % shape["hidden_size"] == 0
+        else inner / shape["hidden_size"],
+        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in m.tensors,
+        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in m.tensors,
+        "layer_types": ["attention" if one else "mamba" for one in kinds],
+    }
+
+
+def _with_keys(m: Metadata, num_layers: int) -> list[bool]:
+    """Return which layers have keys."""
+    heads = m.get(key := m.key("attention.head_count_kv"))
     heads = heads if isinstance(heads, list) else [heads] * num_layers
     if len(heads) != num_layers:
         raise m.error(key, f"is not a list of {num_layers} numbers, one for each layer")
-    types = ["full_attention" if count else "conv" for count in heads]
+    return [bool(count) for count in heads]
+
+
+def lfm2(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that other families lack: layers without keys have convolutions."""
+    types = ["full_attention" if one else "conv" for one in _with_keys(m, shape["num_hidden_layers"])]
     return {"layer_types": types, "block_auto_adjust_ff_dim": False, "norm_eps": shape["rms_norm_eps"]}
 
 

@@ -185,8 +185,12 @@ def _as_stored(file: GGUFFile, config: ModelConfig, layout: Architecture) -> dic
         own = name.endswith(hybrid.OWN_NORM)
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor and not own:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)
-        elif layout.recurrent and name.endswith(f".{hybrid.DECAY}"):
+        elif name.endswith(".ffn_norm"):  # so the converter names that of Falcon-H1
+            tensors[f"{name}.weight"] = t
+        elif name.endswith(f".{hybrid.DECAY}"):
             tensors[name] = ChangedTensor.of(t, (math.prod(t.shape),), hybrid.log_decay)
+        elif name.endswith(hybrid.VECTORS) and len(t.shape) > 1 and type(t) is StoredTensor:
+            tensors[name] = replace(t, shape=(math.prod(t.shape),), strides=(1,))
         elif several or (name.endswith(SHARED_GATE) and len(t.shape) == 1):
             tensors[name] = t.merged()
         elif name.endswith(STACKED_BIASES) and config.experts is not None:
