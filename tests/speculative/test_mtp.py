@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from nanoinfer.engines import native, registry
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.speculative import mtp
+from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.utils.arrays import to_numpy
 
 CASES = ("qwen3_5", "qwen3_5_moe", "deepseek_v3")
@@ -133,6 +135,24 @@ def test_a_model_without_a_block(folder_of, tmp_path: Path) -> None:  # type: ig
     with pytest.raises(NanoinferError, match=r"draft='mtp': '.*' has no block that predicts a further token: use auto"):
         LLM(str(folder), engine="native", draft="mtp")
     assert LLM(str(folder), engine="native", draft="auto").core.speculator.drafter.name == "prompt-lookup"
+
+
+def test_hidden_states_are_kept_until_their_tokens_are_read() -> None:
+    """Of a fork, too; a window that slid, a gap and rejected proposals leave what follows them."""
+    drafter, rows = mtp.NextTokens("mtp", None, None, 61, None), np.zeros((5, 4), np.float32)
+
+    def behind(row: str, num_tokens: int, start: int = 0) -> int:
+        return drafter.num_behind(DraftRequest(row, list(range(num_tokens)), start, 1))  # type: ignore[arg-type]
+
+    drafter.observe(["a"], 0, rows)  # type: ignore[list-item]
+    drafter.observe(["a", "b"], 5, rows[:4])  # type: ignore[list-item]
+    assert [behind("a", 10), behind("b", 10), behind("a", 10, start=3)] == [9, 9, 6]
+    assert behind("a", 11) == 11  # the last state is missing: no proposal
+    drafter.observe(["b"], 12, rows)  # type: ignore[list-item]
+    drafter.observe(["a"], 7, rows[:1])  # type: ignore[list-item]
+    assert [behind("b", 17), behind("a", 9), behind("a", 10)] == [4, 8, 10]
+    drafter.forget("a")  # type: ignore[arg-type]
+    assert behind("a", 9) == 9
 
 
 def test_hidden_states_are_dropped_beyond_the_limit_and_acceptance_goes_on(

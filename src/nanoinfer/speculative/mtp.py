@@ -17,8 +17,8 @@ MAX_KEPT_BYTES. Both change the acceptance rate alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class _Kept:
     """Index of the first token in the sequence."""
     num: int = 0
     chunks: list[Rows] = field(default_factory=list)
+    """Forks share them."""
 
     def put(self, first: int, rows: Rows) -> None:
         """Add the rows from token `first` on, in place of those that are there; without a gap before them."""
@@ -75,10 +76,12 @@ class NextTokens(DraftModel):
         super().__init__(*args, **options)
         self._kept: dict[SamplerRow, _Kept] = {}
 
-    def observe(self, sequences: Iterable[SamplerRow], first: int, rows: Rows) -> None:
+    def observe(self, sequences: Sequence[SamplerRow], first: int, rows: Rows) -> None:
         """Keep hidden states of the target: those of sequences with the same tokens, from token `first` on."""
-        for row in sequences:
-            self._kept.setdefault(row, _Kept(first)).put(first, rows)
+        own, *forks = sequences
+        kept = self._kept.setdefault(own, _Kept(first))
+        kept.put(first, rows)
+        self._kept |= {fork: replace(kept) for fork in forks}
         most = MAX_KEPT_BYTES // rows[:1].nbytes if len(rows) else 0
         while most and sum(kept.num for kept in self._kept.values()) > most:
             longest = max(self._kept.values(), key=lambda kept: kept.num)
