@@ -29,15 +29,8 @@ from nanoinfer.cli.app import run
 from nanoinfer.models.stored import read_safetensors, to_safetensors
 
 PROMPTS = [[5, 9, 11, 30, 7, 2, 3], [3], list(range(17, 29))]
-GPT2 = {
-    "vocab_size": 61,
-    "n_positions": 96,
-    "n_embd": 24,
-    "n_layer": 3,
-    "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GPT2 = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 3, "n_head": 4}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
@@ -326,16 +319,12 @@ def test_all_ways_to_generate_take_an_adapter(tmp_path: Path) -> None:
 
     assert asyncio.run(stream_all()) == [expected] * 2
     refuses(lambda: llm.generate("To be", PARAMS, lora_request=other), "lora_int_id=1 of")
+    plain = LLM(str(tmp_path / "base"), engine="static")
+    refuses(
+        lambda: plain.generate("a", lora_request=lora), "lora_request='a': the model was loaded without enable_lora"
+    )
     fresh = LLM(str(tmp_path / "base"), engine="static", enable_lora=True)
     refuses(lambda: fresh.generate(["a", "b"], PARAMS, lora_request=[lora, other]), "lora_int_id=1 of")
-
-
-def test_a_model_without_adapters_refuses_them(tmp_path: Path) -> None:
-    llm = LLM(str(make_folder(tmp_path / "base")), engine="static")
-    lora = LoRARequest("name", 1, str(tmp_path))
-    refuses(
-        lambda: llm.generate("a", lora_request=lora), "lora_request='name': the model was loaded without enable_lora"
-    )
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_families_with_gates_shared_heads_and_fused_matrices(
 ) -> None:
     pytest.importorskip("transformers")
     cases = ["qwen2", "gemma2", "phi3", "gpt_neox", "ernie4_5", "olmo2", "gemma4-shared", "qwen3_moe-mixed"]
-    for case in cases + (["qwen3_5_moe", "lfm2"] if name != "native" else []):  # those have recurrent layers
+    for case in [*cases, "qwen3_5_moe", "lfm2", "granitemoehybrid-mamba"]:  # the last have recurrent layers
         gpt = gpt_of(case)
         adapter = make_adapter(tmp_path / case, gpt.config, 4)
         engine = make_engine(name, copy.deepcopy(gpt), enable_lora=True)

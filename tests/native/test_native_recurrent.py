@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.adapters import make_adapter, merged
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import ISAS, _native, engine_of, new_decoder
 from nanoinfer.checkpoints import huggingface, packed
@@ -126,19 +125,6 @@ def test_formats_and_packed_folders(format: str, name: str, tmp_path: Path, monk
     packed.write_folder(weights, tmp_path / "packed", format, None, threads=1)
     again = logits_of(new_engine(packed.open_folder(tmp_path / "packed")), [0, 1], 100, 1, 199)
     assert np.array_equal(again, found)
-
-
-@pytest.mark.parametrize(("name", "family"), [("delta", "qwen3_5_text"), ("mamba2", "lfm2"), ("conv", "lfm2")])
-def test_an_adapter_updates_the_projections(name: str, family: str, tmp_path: Path) -> None:
-    weights = weights_of(name)
-    adapter = make_adapter(tmp_path / "a", replace(weights.config, family=family), 3, lora_alpha=0.3)
-    assert {f"transformer.h.0.attn.{part}" for part in ("c_attn", "c_proj")} < set(adapter.updates)
-    gpt = load_gpt(weights).eval()
-    expected, base = (m(torch.tensor(TOKENS[:1, :40])).detach().numpy()[0] for m in (merged(gpt, adapter), gpt))
-    engine = new_engine(weights, enable_lora=True)
-    handle = engine.open(engine.load_adapter(adapter))
-    found = engine.extend(StepBatch([handle], TOKENS[0, :40].tolist(), [40], [40]))
-    assert error_of(found, expected) < 1e-4 < 0.1 < error_of(base, expected)
 
 
 @pytest.mark.parametrize("name", STATES)
