@@ -135,7 +135,8 @@ class DraftFactory:
     @property
     def _shares(self) -> bool:
         """Whether a block for multi-token prediction can have the embedding and the head of the target's engine."""
-        return (self._target.engine == "native") == self._native_draft
+        target, native = self._target, self._native_draft
+        return (target.engine == "native") == native and (native or target.quantization is None)
 
     def _open_mtp(self) -> tuple[Weights, str | None]:
         target = self._target
