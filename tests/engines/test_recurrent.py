@@ -323,6 +323,14 @@ def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> N
         pool.close(handle)
     pool.open(3)
     assert [pool.step([3], [1]) for _ in range(2)] == [([(ZEROS, 1)], [(1, 0)]), ([], [(1, 1)])]
+    pool = StatePool(3)
+    for handle in (0, 1):
+        pool.open(handle)
+        pool.step([handle], [100])
+        pool.keep(handle, inner=handle == 1)
+    assert pool.step([1], [100]) == ([(2, 3)], [(3, 0)])
+    assert pool.step([0], [1])[0] == [(1, 2)]  # the row between two chunks was given up, although it was kept later
+    assert (pool.cut(0, 100), pool.cut(1, 100)) == (100, 0)
 
 
 def test_the_plan_counts_states() -> None:

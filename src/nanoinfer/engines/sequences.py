@@ -102,9 +102,9 @@ class Sequences:
                         self._before = {h: r[len(r) - num_first[h] :].copy() for h, r in rows}
                 elif part is rest:
                     yield part
-                for handle, num_new in zip(part.handles, part.num_new, strict=True):
+                for handle, num_new, num_logits in zip(part.handles, part.num_new, part.num_logits, strict=True):
                     if num_new >= MIN_KEPT:
-                        states.keep(handle)
+                        states.keep(handle, inner=part is rest and not num_logits)
         except BaseException:  # what the states are is unknown: they are computed again
             for handle in batch.handles:
                 self._cut(handle, 0)

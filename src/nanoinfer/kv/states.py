@@ -9,8 +9,8 @@ result, and keeps the inputs of the new tokens if they are few:
     step  state after 42 tokens, inputs of token 42           one token
 
 So the last tokens can be removed without a copy. A fork has its parent's row; the one that runs next gets a copy. A
-kept row lets forks be truncated to its length. Kept rows are given up when rows are needed, the one that was not used
-for the longest time first.
+kept row lets forks be truncated to its length. Kept rows are given up when rows are needed: those between two chunks of
+a prompt first, and of each kind the one that was not used for the longest time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class _Kept:
     row: int
     base: int
     num_pending: int
+    inner: bool
+    """Whether it is in the middle of a prompt that took several steps: it is given up before others."""
     num_users: int = 1
     """Sequences that can be truncated to it."""
 
@@ -121,12 +123,12 @@ class StatePool:
             s.kept.remove(kept)
             self._release(kept)
 
-    def keep(self, handle: int) -> None:
-        """Keep the row of a sequence as it is, so that forks can be truncated to its length."""
+    def keep(self, handle: int, inner: bool = False) -> None:
+        """Keep the row of a sequence as it is, so that forks can be truncated to its length. inner: see `_Kept`."""
         s = self._sequences[handle]
         if s.row != ZEROS and not any(k.length == s.length for k in self._of(s)):
             self._references[s.row] += 1
-            s.kept.append(kept := _Kept(s.row, s.base, s.num_pending))
+            s.kept.append(kept := _Kept(s.row, s.base, s.num_pending, inner))
             self._kept[kept] = None
 
     def step(self, handles: Seq[int], num_new: Seq[int]) -> tuple[list[tuple[int, int]], list[StateStep]]:
@@ -139,7 +141,7 @@ class StatePool:
         for handle, count in zip(handles, num_new, strict=True):
             s = self._sequences[handle]
             while self._references[s.row] > 1 and not self._free:
-                self._evict(next(iter(self._kept)))
+                self._evict(next((k for k in self._kept if k.inner), None) or next(iter(self._kept)))
             if self._references[s.row] > 1:
                 copies.append((s.row, self._free.pop()))
                 self._drop(s.row)
