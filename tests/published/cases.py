@@ -125,6 +125,19 @@ FALCON_H1 = PLAIN | {
     "mlp_multipliers": [0.88, 0.6], "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35], "lm_head_multiplier": 0.5,
     "embedding_multiplier": 5.5,
 } | theta(1e11)  # fmt: skip
+NEMOTRON_H = {
+    "num_hidden_layers": 5,
+    "hybrid_override_pattern": "M-M*-",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "head_dim": 16,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+}
 MINICPM = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
     "logits_scaling": 4.0,
@@ -299,6 +312,11 @@ CASES: dict[str, Case] = {
         "granitemoe",
         GRANITE | TIED | {"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 2} | theta(1.5e6),
         "ggml/refact", "refact",
+    ),
+    "Nemotron Nano 9B v2": Case(
+        "nemotron_h", NEMOTRON_H, "npm/llama3_1", "pixtral", (), "NVIDIA-Nemotron-Nano-v2.jinja",
+        stored={"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5}
+        | dict.fromkeys(("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "layers_block_type")),
     ),
     "Falcon-H1 0.5B": Case(
         "falcon_h1", FALCON_H1 | {"mamba_rms_norm": False, "mamba_norm_before_gate": True}, "npm/llama3_1", "falcon-h1",

@@ -35,7 +35,7 @@ def convert(folder: Path, file: Path, pre: str | None, stored: dict[str, Any]) -
         folder: a model that transformers saved.
         file: the GGUF file to write.
         pre: how the published tokenizer is split: the converter knows published tokenizers by their hash.
-        stored: fields of the published config.json that transformers 5 takes out when it reads them.
+        stored: fields of the published config.json that transformers 5 takes out when it reads them; None removes one.
 
     Raises:
         Exception: whatever the converter raises.
@@ -47,14 +47,13 @@ def convert(folder: Path, file: Path, pre: str | None, stored: dict[str, Any]) -
     base = importlib.import_module("conversion.base")
     arguments = ["convert", str(folder), "--outfile", str(file), "--outtype", "f32"]
     load = base.ModelBase.load_hparams
+    given = lambda fields: {k: v for k, v in (fields | stored).items() if v is not None or k not in stored}  # noqa: E731
     logging.disable(logging.WARNING)
     try:
         with (
             mock.patch.object(sys, "argv", arguments),
             mock.patch.object(base.TextModel, "get_vocab_base_pre", return_value=pre),
-            mock.patch.object(
-                base.ModelBase, "load_hparams", lambda *place, **options: load(*place, **options) | stored
-            ),
+            mock.patch.object(base.ModelBase, "load_hparams", lambda *place, **options: given(load(*place, **options))),
         ):
             script.main()
     finally:

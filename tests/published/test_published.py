@@ -161,7 +161,7 @@ class Proof:
         self.model.save_pretrained(self.folder)
         if self.case.family is not None:
             rename(self.folder, self.case.family)
-        edit_config(self.folder, **self.case.stored)
+        edit_config(self.folder, **{name: value for name, value in self.case.stored.items() if value is not None})
         if "mtp_num_hidden_layers" in self.case.stored:
             add_mtp(self.folder, config.layer_types.index("full_attention"))
         write(self.vocabulary, self.folder, self.template, self.case.tokenizer_class)

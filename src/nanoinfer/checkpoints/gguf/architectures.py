@@ -151,7 +151,9 @@ def _sizes(m: Metadata, hybrid: bool) -> dict[str, Any]:
         "num_attention_heads": n_head,
         "num_key_value_heads": m.ints(heads, num_layers)[0] if differ else m.int_(heads, n_head, hybrid),
         "hidden_size": n_embd,
-        "intermediate_size": m.ints(width, num_layers)[0] if differ else m.int_(width, n_embd if mixed else None),
+        "intermediate_size": m.ints(width, num_layers)[0]
+        if differ
+        else m.int_(width, n_embd if mixed else None, hybrid),
         "rms_norm_eps": m.float_("attention.layer_norm_rms_epsilon", epsilon),
         **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps"), epsilon),
         "tie_word_embeddings": "output.weight" not in m.tensors,
@@ -448,6 +450,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitehybrid": Architecture(
         "granitemoehybrid", _granite_hybrid, (*_GRANITE, *hybrid.MAMBA_ROWS), interleaved=True, recurrent=hybrid.MAMBA
     ),
+    "nemotron_h": Architecture("nemotron_h", hybrid.nemotron, hybrid.NEMOTRON_ROWS, recurrent=hybrid.MAMBA),
     "falcon-h1": Architecture("falcon_h1", _falcon_h1, hybrid.MAMBA_ROWS, names=hybrid.BESIDE),
     "minicpm": Architecture("granite", _longrope, _MINICPM, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),

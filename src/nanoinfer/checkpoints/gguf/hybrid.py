@@ -1,16 +1,19 @@
 """Models with recurrent layers in GGUF files: the keys of their states, and the names of the tensors of such layers.
 
-Source: llama.cpp, conversion/ (qwen.py, lfm2.py, mamba.py, granite.py, falcon_h1.py) and src/models.
+Source: llama.cpp, conversion/ (qwen.py, lfm2.py, granite.py, falcon_h1.py, nemotron.py) and src/models.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints.gguf.metadata import Metadata, Row
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 
 CONVOLUTION: dict[str, str | tuple[str, ...]] = {
@@ -51,6 +54,11 @@ MAMBA_ROWS = (
     Row("ssm.time_step_rank", "mamba_n_heads", int),
     Row("ssm.inner_size", "mamba_d_ssm", int),
 )
+_NEMOTRON = {
+    "mamba_d_conv": "conv_kernel", "mamba_d_state": "ssm_state_size", "mamba_n_groups": "n_groups",
+    "mamba_n_heads": "mamba_num_heads",
+}  # fmt: skip
+NEMOTRON_ROWS = tuple(replace(row, field=_NEMOTRON[row.field]) for row in MAMBA_ROWS if row.field in _NEMOTRON)
 CONVOLUTION_ROWS = (Row("shortconv.l_cache", "conv_L_cache", int),)
 
 
@@ -82,6 +90,37 @@ def mamba(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
         "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in m.tensors,
         "layer_types": ["attention" if one else "mamba" for one in kinds],
     }
+
+
+def nemotron(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that other families lack: a layer of the file is a mixer, or an MLP alone."""
+    num_layers, key = shape["num_hidden_layers"], m.key("feed_forward_length")
+    widths = m.get(key)
+    if not isinstance(widths, list) or len(widths) != num_layers:
+        raise m.error(key, f"is not a list of {num_layers} numbers, one for each layer")
+    kinds = zip(_with_keys(m, num_layers), widths, strict=True)
+    pattern = "".join("*" if keys else "-" if width else "M" for keys, width in kinds)
+    first, inner, heads = pattern.find("M"), m.int_("ssm.inner_size"), shape["mamba_num_heads"]
+    if inner % heads:
+        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    return {
+        "hybrid_override_pattern": pattern,
+        "layer_norm_epsilon": shape["rms_norm_eps"],
+        "mamba_head_dim": inner // heads,
+        "use_conv_bias": f"blk.{first}.ssm_conv1d.bias" in m.tensors,
+        "use_bias": f"blk.{first}.ssm_in.bias" in m.tensors,
+    }
+
+
+def whole_layers(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors with those of a mixer and of the MLP after it in one layer (Nemotron-H)."""
+    places = [place for i, kind in enumerate(config.layers) for place in [(i, False), (i, True)][: 1 + kind.mlp]]
+
+    def ours(match: re.Match[str]) -> str:
+        layer, mlp = places[int(match[1])] if int(match[1]) < len(places) else (int(match[1]), False)
+        return f"blk.{layer}.{'ffn_norm.' if mlp and match[2] == 'attn_norm.' else match[2]}"
+
+    return {re.sub(r"^blk\.(\d{1,9})\.(\w+\.?)", ours, name): tensor for name, tensor in stored.items()}
 
 
 def _with_keys(m: Metadata, num_layers: int) -> list[bool]:

@@ -229,9 +229,10 @@ def stored_family(config: ModelConfig, layout: Architecture, stored: Container[s
     own = interleaved if config.latent is None and not config.attention_gate else family.order
     order = own if layout.interleaved or config.attention_gate else lambda config, part: None
     fused = {"ffn_up": ("ffn_gate", "ffn_up")} if layout.gate_in_up else {}
+    merged = layout.family == "nemotron_h"  # whose files have more layers
     return replace(
         family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), fused=fused,
         recurrent=layout.recurrent, folded=FOLDED_HEADS if config.qk_norm == "heads" else family.folded,
         recurrent_order=_NEXT_ORDER if layout.recurrent is hybrid.NEXT else Family.recurrent_order,
-        from_stored=Family.from_stored, mtp=_NEXT,
+        from_stored=hybrid.whole_layers if merged else Family.from_stored, mtp={} if merged else _NEXT,
     )  # fmt: skip
