@@ -17,6 +17,7 @@ from helpers.gguf_files import NAMES, Q4_0, Stored, as_f16, as_f32, as_q8_0, wri
 from helpers.models import refuses
 from helpers.mtp import check_gguf, make_mtp_folder
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gpt_loading import load_gpt
@@ -170,6 +171,15 @@ def test_engine_native_reads_parts_in_several_formats(tmp_path: Path, monkeypatc
         (found,) = llm.generate([{"prompt_token_ids": IDS}], params)
         for token, one in found.outputs[0].logprobs[0].items():
             assert one.logprob == pytest.approx(float(expected[token]), abs=error)
+
+
+def test_a_packed_file_keeps_the_order_of_its_heads(tmp_path: Path) -> None:
+    weights, _ = gguf.open_file(convert(make_folder("qwen3_5", tmp_path / "hf"), tmp_path / "a.gguf"))
+    packed.write_folder(weights, tmp_path / "packed", "float32", None, threads=1)
+    state = LLM(str(tmp_path / "packed")).config.recurrence
+    assert state == weights.config.recurrence
+    assert state is not None
+    assert state.tiled
 
 
 def test_an_adapter_whose_heads_have_another_order_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def _read_qwen3_5(f: Fields, config: ModelConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = {ours: f.integer(f"linear_{theirs}", size) for ours, (theirs, size) in _SIZES.items()}
     attention = LayerKind(rotary=f.rotary(config, share=("partial_rotary_factor", 0.25)))
     layers = layer_kinds(f, config, {"full_attention": attention, "linear_attention": RECURRENT}, default)
-    state = Recurrence("delta", **sizes)
+    state = Recurrence("delta", **sizes, tiled=f.flag(_TILED, False))
     return {"layers": layers, "recurrence": state if any(kind.recurrent for kind in layers) else None}
 
 
@@ -50,10 +50,13 @@ def _write_layers(config: ModelConfig, recurrent: str) -> dict[str, Any]:
 def _write_qwen3_5(config: ModelConfig) -> dict[str, Any]:
     state, rotary = config.recurrence, next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
     sizes = {f"linear_{theirs}": getattr(state, ours) for ours, (theirs, _) in _SIZES.items()} if state else {}
+    sizes |= {_TILED: True} if state and state.tiled else {}
     share = {"partial_rotary_factor": rotary.dim / config.head_dim} if rotary is not None else {}
     return _write_layers(config, "linear_attention") | sizes | share
 
 
+_TILED = "linear_value_heads_tiled"
+"""Field of packed folders that were GGUF files: `Recurrence.tiled`."""
 _SIZES = {
     "taps": ("conv_kernel_dim", 4), "num_heads": ("num_value_heads", 32), "value_dim": ("value_head_dim", 128),
     "num_key_heads": ("num_key_heads", 16), "key_dim": ("key_head_dim", 128),
