@@ -188,7 +188,7 @@ def test_a_tokenizer_without_a_model_has_a_limit_of_tokens(tmp_path: Path, monke
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": [], TOKENS: list("abcdefgh")}
     path = write_gguf(tmp_path / "model.gguf", metadata, {})
     assert load_tokenizer(str(path)).vocab_size == 8
-    monkeypatch.setattr(gguf_tokenizer, "MAX_TOKENS", 7)
+    monkeypatch.setattr(gguf_tokenizer.limits, "MAX_TOKENS", 7)
     refuses(lambda: load_tokenizer(str(path)), "tokenizer.ggml.tokens has 8 values; the limit is 7")
     refuses(lambda: load_model(str(tiny_gguf(path))), "tokenizer.ggml.tokens has 8 values; the limit is 7")
 
