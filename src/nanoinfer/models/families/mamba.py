@@ -30,7 +30,7 @@ _STATE: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 _LIMITS: tuple[list[Any] | None, ...] = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)
 """Sizes of steps that are none at all: as older versions of transformers write them, and version 5."""
-_IDLE = ("mamba_chunk_size", "mamba_expand", "num_logits_to_keep", "time_step_limit", *(n for n, _ in _STATE.values()))
+_IDLE = ("mamba_chunk_size", "num_logits_to_keep")
 
 
 def _names(prefix: str) -> Mapping[str, str]:
@@ -80,6 +80,7 @@ def _read_granite(f: Fields, config: ModelConfig) -> dict[str, Any]:
     fields = granite.read_layers(f, config) | {"layers": layers}
     if RECURRENT in layers:
         fields["recurrence"] = _read_state(f, _STATE, _inner(f, config))
+    f.known.update(("mamba_expand", "time_step_limit", *(name for name, _ in _STATE.values())))
     width, chosen = f.integer("intermediate_size", 11008), f.get("num_experts_per_tok", 2)
     if not (count := f.integer("num_local_experts", 8, low=0)):
         return fields
