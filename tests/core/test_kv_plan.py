@@ -170,7 +170,7 @@ def test_a_step_of_paged_that_is_interrupted_keeps_no_blocks(monkeypatch: pytest
     extend(engine, (a, 20))
     b = engine.fork(a)
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         assert engine.num_free_blocks == 2  # of 7: two of a, and of b a copy and two new ones
         raise KeyboardInterrupt
 

@@ -111,6 +111,10 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def blocks(s: Stepping, count: int) -> Any:
+    return np.empty((count, s.decoder.block_bytes), np.uint8)
+
+
 ONES = np.ones((2, 8), np.float32)
 NAME = "transformer.h.0.attn.c_attn.weight"
 WAITING = {
@@ -143,6 +147,17 @@ WAITING = {
     "threads": Case(lambda s: s.decoder.threads, POOL),
     "blocks_free": Case(lambda s: s.decoder.blocks_free < LENGTH // 16, True),
     "blocks_total": Case(lambda s: s.decoder.blocks_total, 2 * LENGTH // 16),
+    "read_blocks": Case(
+        lambda s: s.decoder.read_blocks(s.short[0], 0, blocks(s, 2)),
+    ),
+    "append_blocks": Case(
+        lambda s: refused(
+            lambda: s.decoder.append_blocks(s.short[0], 1, np.empty((3, s.decoder.block_bytes), np.uint8))
+        ),
+        "3 blocks, must be 1",
+    ),
+    "phase_items": Case(lambda s: len(s.decoder.phase_items()) > 20, True),
+    "block_bytes": Case(lambda s: s.decoder.block_bytes, 16 * 2 * 2 * 128 * 4),
     "cache_bytes": Case(lambda s: s.decoder.cache_bytes, 2 * LENGTH * 2 * 2 * 128 * 4),
     "state_bytes": Case(lambda s: s.decoder.state_bytes, 0),
     "weight_bytes": Case(lambda s: s.decoder.weight_bytes > 2 * 12 * 128 * 128, True),
@@ -168,6 +183,9 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "norm": lambda: _native.norm(x=ONES, weight=ONES[0], bias=ONES[0], eps=1e-5),
     "packed_size": lambda: _native.packed_size(format="int8", rows=3, columns=4),
     "rotate": lambda: _native.rotate(x=ONES, cos=ONES[0, :4], sin=ONES[0, :4]),
+    "quantize": lambda: _native.quantize(
+        values=np.ones((2, 32), np.float32), dtype="float32", format="q8_0", threads=1
+    ),
     "sample_rows": lambda: _native.sample_rows(logits=np.zeros((2, 1 << 17), np.float32), rows=[None, None]),
     "uniform": lambda: _native.uniform(seed=0, sample=0, position=0),
     "unpack": lambda: _native.unpack(weights=ONES, format="int8"),

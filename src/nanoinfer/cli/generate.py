@@ -20,7 +20,6 @@ from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.roofline.ceilings import CPU_WORKLOAD, MEASURE, find_device, measure
 from nanoinfer.sampling_params import COMMAND_DEFAULTS, SamplingParams, StructuredOutputsParams
 from nanoinfer.utils.files import read_text, require_writable, write_atomically
 
@@ -257,7 +256,7 @@ def explain(
     *,
     prompts: tuple[str, ...],
     output: Path,
-    device_limits: str = MEASURE,
+    device_limits: str = "measure",
     config: LLMConfig,
     params: SamplingParams,
 ) -> None:
@@ -272,6 +271,7 @@ def explain(
 
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.explain.record import page, record
+    from nanoinfer.roofline.ceilings import CPU_WORKLOAD, MEASURE, find_device, measure
 
     if config.engine.sampler == "auto":  # the logits of overlapped steps stay on the device
         config = replace(config, engine=replace(config.engine, sampler="reference"))

@@ -61,6 +61,9 @@ def _plan_states(model: ModelConfig, config: EngineConfig, layout: str, dtype: s
     """Return the limits of an engine with states: at most half of the budget is theirs, the rest keys and values."""
     per_row, most = state_bytes(model), config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     num_rows = budget // 2 // per_row
+    if layout in SLOTS:  # a sequence reserves the keys and values of its whole context
+        full = model.kv_bytes_per_token(BYTES[dtype]) * slot_tokens(layout, model.block_size)
+        most = min(most, budget // 2 // max(1, full))
     num_seqs = config.max_num_seqs or max(1, min(most, num_rows // 2))
     num_kept = max(_MIN_KEPT, min(MAX_IDLE_SEQS, num_rows - num_seqs))
     rest = budget - (num_seqs + num_kept) * per_row
