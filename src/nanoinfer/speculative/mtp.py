@@ -10,9 +10,9 @@ j - 1, and predicts token j + 1:
 `observe` keeps the target's hidden states until the block has processed their tokens. Entries that were made of the
 block's own hidden states are removed before the next proposal, whether their tokens were accepted or not.
 
-Where nobody has a token's hidden state, because its keys and values are those of another sequence's prompt, the block's
-context begins after it. Of the states that are kept, the oldest of the longest sequence are dropped beyond
-MAX_KEPT_BYTES. Both change the acceptance rate alone.
+A prefix that a sequence shares with another one was not computed for it, so its hidden states are missing; the block's
+context then begins after the prefix. If the kept states exceed MAX_KEPT_BYTES, the oldest ones of the longest sequence
+are dropped. Both change the acceptance rate alone.
 """
 
 from __future__ import annotations
