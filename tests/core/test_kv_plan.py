@@ -11,7 +11,6 @@ from helpers.models import TINY, make_limits, make_weights, refuses
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.engines.sequences import Sequences
 from nanoinfer.kv.plan import BLOCKS, KV_BLOCK, LAYOUTS, MAX_IDLE_SEQS, SLOTS, kv_block_bytes, plan_limits
 from nanoinfer.speculative.draft_factory import limits_of_draft
 
@@ -71,7 +70,7 @@ def test_sequences_may_be_kept_where_they_reserve_nothing() -> None:
 
 
 def test_kept_sequences_are_open_beside_the_running_ones() -> None:
-    class Bare(Sequences):
+    class Bare(Engine):
         def _open(self, handle: Handle) -> None:
             pass
 

@@ -22,8 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from helpers.scheduling import check_integrity
 from nanoinfer.config import EngineLimits, ModelConfig, SchedulerConfig
 from nanoinfer.core.core import Core
-from nanoinfer.engines.base import Handle, StepBatch
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.kv.pool import BlockPool
 from nanoinfer.sampling.sampler import sample
@@ -57,7 +56,7 @@ class Broken(Exception):
     """The engine's fault."""
 
 
-class Paged(Sequences):
+class Paged(Engine):
     """An engine whose KV cache holds token ids, in blocks of a BlockPool."""
 
     def __init__(self, limits: EngineLimits) -> None:

@@ -22,7 +22,7 @@ from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig
 from nanoinfer.core.core import Core
-from nanoinfer.engines import sequences
+from nanoinfer.engines import base
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import plan_limits, state_bytes
@@ -139,8 +139,8 @@ def test_the_hidden_states_of_new_tokens_that_are_processed_before_others(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt is split where a state is kept, and tokens after a cut are processed again: theirs are not new."""
-    monkeypatch.setattr(sequences, "MIN_SPLIT", 24)
-    monkeypatch.setattr(sequences, "MIN_KEPT", 12)
+    monkeypatch.setattr(base, "MIN_SPLIT", 24)
+    monkeypatch.setattr(base, "MIN_KEPT", 12)
     reference, engine = (make_engine(n, model("delta"), 2) for n in ("recompute", name))
     for e in (reference, engine):
         for _ in range(2):
@@ -167,8 +167,8 @@ def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 random calls. States are kept so often that truncated forks use them, and so few fit that some are lost."""
-    monkeypatch.setattr(sequences, "MIN_SPLIT", 24)
-    monkeypatch.setattr(sequences, "MIN_KEPT", 12)
+    monkeypatch.setattr(base, "MIN_SPLIT", 24)
+    monkeypatch.setattr(base, "MIN_KEPT", 12)
     reference, engine = (make_engine(n, model(rule), 4) for n in ("recompute", name))
     engines, rng, num_logits = (reference, engine), random.Random(0), 0
     for _ in range(400):
@@ -253,8 +253,8 @@ def test_a_conversation_shares_the_states_of_its_messages(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt is the one before it, an answer and a message; in three of ten turns, an earlier message is edited."""
-    monkeypatch.setattr(sequences, "MIN_SPLIT", 12)
-    monkeypatch.setattr(sequences, "MIN_KEPT", 4)
+    monkeypatch.setattr(base, "MIN_SPLIT", 12)
+    monkeypatch.setattr(base, "MIN_KEPT", 4)
     gpt, rng, edits = model(rule), random.Random(1), {4: 40, 7: 25, 9: 50}
     core, turn, shared = new_core(name, gpt, 2), list[int](), []
     for number in range(10):
@@ -276,8 +276,8 @@ def test_a_state_that_is_not_finite_ends_its_request_alone(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt of the request shares a kept state, and its rows are used again: both are as before."""
-    monkeypatch.setattr(sequences, "MIN_SPLIT", 12)
-    monkeypatch.setattr(sequences, "MIN_KEPT", 4)
+    monkeypatch.setattr(base, "MIN_SPLIT", 12)
+    monkeypatch.setattr(base, "MIN_KEPT", 4)
     gpt = Transformer(replace(model(rule).config, tie_word_embeddings=False)).eval()
     gpt.load_state_dict(model(rule).state_dict())
     gpt.transformer["wte"].weight.data[60] = torch.nan

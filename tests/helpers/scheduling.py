@@ -6,8 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from nanoinfer.config import EngineLimits, ModelConfig, SchedulerConfig
-from nanoinfer.engines.base import Handle
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
@@ -43,7 +42,7 @@ def wanted(sequence: Sequence, block_size: int) -> int:
     return next(m for m in itertools.count(0, stride) if len(sequence.token_ids) - m <= block_size)
 
 
-class Pretended(Sequences):
+class Pretended(Engine):
     """An engine that holds tokens and computes nothing. A block is one token, and forks share none."""
 
     def __init__(self, limits: EngineLimits) -> None:

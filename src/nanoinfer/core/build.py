@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import cast
 from weakref import ref
 
 from nanoinfer.checkpoints.load import fit_engine, load_model
@@ -17,8 +16,8 @@ from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
 from nanoinfer.core.prefix_file import StoredPrefixes
 from nanoinfer.engines import first_use, registry
-from nanoinfer.engines.base import BlockEngine
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.engines.native import NativeEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import Description, ModelInfo
 from nanoinfer.sampling.native import choose_sampler
@@ -41,11 +40,11 @@ def _log_dtype(model: ModelInfo, stored: str) -> None:
 
 def _store_prefixes(core: Core, path: str, model: ModelInfo) -> None:
     """Let a core share the prefixes of a file, and write it at exit. Raises NanoinferError as `StoredPrefixes`."""
-    if model.engine != "native" or model.config.recurrence is not None:
+    if not isinstance(core.engine, NativeEngine) or model.config.recurrence is not None:
         raise NanoinferError(
             f"prefix_cache_file={path!r} needs engine native and a model without recurrent layers: leave it out"
         )
-    core.stored = StoredPrefixes(Path(path), cast(BlockEngine, core.engine), core.scheduler.cache)
+    core.stored = StoredPrefixes(Path(path), core.engine, core.scheduler.cache)
     atexit.register(_save_at_exit, ref(core))
 
 

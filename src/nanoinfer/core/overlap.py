@@ -8,7 +8,7 @@ token's value (an end token, a stop string) takes effect one step late: the sequ
 is discarded when it is read. Conditions known in advance (max_tokens, a full context, a sliding window) take effect in
 the right step.
 
-Covered: engines that implement `OverlapEngine`, with a sampler on the device. Not covered, and run without overlap:
+Covered: engines that derive from `CudaGraphEngine`, with a sampler on the device. Not covered, and run without overlap:
 speculation, beam search, structured outputs, requests whose logits are read (until they are), those with parameters
 that the device sampler does not support, and requests whose samples have not been forked yet.
 """
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from nanoinfer.core.step import batch_of
-from nanoinfer.engines.base import Engine, OverlapEngine
+from nanoinfer.engines.base import Engine
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 
 if TYPE_CHECKING:
+    from nanoinfer.engines.cuda_graph import CudaGraphEngine
     from nanoinfer.engines.transfers import PendingTokens
     from nanoinfer.sampling.triton import TritonSampler
 
@@ -55,7 +56,7 @@ class SamplerSlot:
 class OverlapScheduler:
     """Launches steps that sample on the device. Engine and sampler are on the same device."""
 
-    def __init__(self, engine: OverlapEngine, sampler: TritonSampler) -> None:
+    def __init__(self, engine: CudaGraphEngine, sampler: TritonSampler) -> None:
         self._engine = engine
         self._sampler = sampler
         self._slots: dict[Sequence, SamplerSlot] = {}
@@ -129,7 +130,7 @@ def overlap_scheduler(engine: Engine, vocab_size: int, device: str) -> OverlapSc
         log.warning("overlap scheduling is disabled: the device sampler cannot run: %s", why_not)
         return None
     sampler = triton.TritonSampler(engine.limits.max_num_seqs, vocab_size, torch.device(device))
-    ahead = cast(OverlapEngine, engine)
+    ahead = cast("CudaGraphEngine", engine)
     ahead.warm_up(sampler.sample_slots)
     return OverlapScheduler(ahead, sampler)
 

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engines.base import BlockEngine, Handle, StepBatch
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.native import NativeEngine
 from nanoinfer.errors import NanoinferError, escaped, reason
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.scheduling.prefix_cache import Entry, PrefixCache, num_common
@@ -73,7 +74,7 @@ class KeptPrefix:
     """(first, end) -> its blocks [first, end), (end - first, block bytes)."""
 
 
-def fingerprint(engine: BlockEngine) -> str:
+def fingerprint(engine: NativeEngine) -> str:
     """Return what keys and values depend on, as a checksum: the configuration, and the block that 16 tokens fill.
 
     Raises:
@@ -214,7 +215,7 @@ class StoredPrefixes:
         NanoinferError: as `fingerprint` and `PrefixFile`; or the file could not be written.
     """
 
-    def __init__(self, path: Path, engine: BlockEngine, cache: PrefixCache) -> None:
+    def __init__(self, path: Path, engine: NativeEngine, cache: PrefixCache) -> None:
         if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             raise NanoinferError(
                 f"prefix_cache_file {escaped(path)} cannot be written: name a file in a folder that can be"
@@ -249,7 +250,7 @@ class StoredPrefixes:
 class _Stored:
     """Reads a record into the engine (`prefix_cache.Load`)."""
 
-    engine: BlockEngine
+    engine: NativeEngine
     file: PrefixFile
     record: int
 

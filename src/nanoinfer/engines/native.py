@@ -22,9 +22,8 @@ from nanoinfer.checkpoints.adapters import Adapter
 from nanoinfer.checkpoints.packed import PackedWeights
 from nanoinfer.checkpoints.weights import Weights, parts
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import DEFAULTS, Handle, StepBatch
+from nanoinfer.engines.base import DEFAULTS, Engine, Handle, StepBatch
 from nanoinfer.engines.devices import free_memory
-from nanoinfer.engines.sequences import Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.rotary import frequencies
@@ -47,7 +46,7 @@ the most frequent (FR-Spec: Zhao et al. 2025, arXiv 2502.14856). All rows of the
 _EXCLUDED = -1e30  # a logit
 
 
-class NativeEngine(Sequences):
+class NativeEngine(Engine):
     """Runs the model with the C++ decoder.
 
     Args:
@@ -194,7 +193,17 @@ class NativeEngine(Sequences):
         return blocks
 
     def append_blocks(self, handle: Handle, num_tokens: int, blocks: NDArray[np.uint8]) -> None:
-        """Append tokens to a sequence without computing them. See `BlockEngine`."""
+        """Append tokens to a sequence without computing them.
+
+        Args:
+            handle: the sequence.
+            num_tokens: number of new tokens.
+            blocks: (n, block_bytes): what `read_blocks` returned for a sequence with the same tokens, from the block of
+                the first new token on.
+
+        Raises:
+            NanoinferError: the pool has too few free blocks, or the tokens exceed the context.
+        """
         try:
             self._decoder.append_blocks(self._handles[handle], num_tokens, blocks)
         except IndexError as e:

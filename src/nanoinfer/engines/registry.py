@@ -228,5 +228,5 @@ def build(
         from nanoinfer.checkpoints.gpt_loading import load_gpt
 
         engine_class.check(weights.config)
-        gpt = load_gpt(weights, device, None if owner is None else owner.model)  # type: ignore[arg-type]
+        gpt = load_gpt(weights, device, None if owner is None else owner.model)
         return engine_class(gpt, limits, config)  # type: ignore[no-any-return]

@@ -171,7 +171,19 @@ class StaticShapeEngine(ModelEngine):
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
-        """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
+        """Append new tokens to open sequences and sample the next token of each sequence with num_logits 1.
+
+        Args:
+            batch: as for `extend`, with num_logits 0 or 1. A sequence's last token may be PENDING.
+            sample: samples the tokens; must be the same function at every call.
+            sampler_slots: the sampler's slot of each sequence with num_logits 1, in the batch's order.
+
+        Returns:
+            the sampled tokens, in the batch's order.
+
+        Raises:
+            NanoinferError: as `extend`; or a token is PENDING, but the sequence's last step sampled none.
+        """
         self._check_step(batch, sampler_slots)
         with self._stepping(batch) as rest:
             return self._step(rest, sample, sampler_slots)

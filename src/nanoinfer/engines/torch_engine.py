@@ -15,15 +15,14 @@ from torch import Tensor
 
 from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
-from nanoinfer.engines.base import DEFAULTS, StepBatch
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.base import DEFAULTS, Engine, StepBatch
 from nanoinfer.engines.states import StateTensors, WithStates
 from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
 from nanoinfer.models.attention import KeyValues, attention_backends
 from nanoinfer.models.transformer import Transformer
 
 
-class ModelEngine(Sequences):
+class ModelEngine(Engine):
     """Base class of the engines that run the reference model in PyTorch.
 
     Args:
