@@ -24,21 +24,15 @@ from nanoinfer.engine_config import SpeculationConfig as SpeculationConfig
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.recurrence import Latent as Latent
 from nanoinfer.recurrence import Recurrence
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.utils import checks
+from nanoinfer.utils.checks import bounded, chosen, keep_fields, require_int
 
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 SCORINGS = ("softmax", "sigmoid")
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu", "relu2", "clamped_silu")
+MAX = 2**31 - 1
 BIASES = ("norm", "qkv", "proj", "mlp")
 """Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
-CHOICES = {
-    "activation": ACTIVATIONS,
-    "norm": ("layer", "rms"),
-    "norm_weight": ("plain", "one_plus", "none"),
-    "norm_placement": ("before", "after", "both", "shared"),
-    "qk_norm": ("none", "head", "heads", "whole"),
-}
-"""Fields of ModelConfig that are one of several names."""
 MAX_LAYERS, MAX_EXPERTS = 10_000, 4096
 """Each layer and expert of a config is described, before the weights are compared with their number."""
 
@@ -54,20 +48,20 @@ class Rotary:
 
     dim: int
     """Number of dimensions of a head that are rotated, the first ones; even."""
-    base: float = 10000.0
+    base: float = bounded(10000.0, 1.0, 1e12, name="rope_theta")
     """Pair i turns by base**(-2 i / dim) radians at each position."""
-    scaling: str = "none"
+    scaling: str = chosen("none", SCALINGS, name="rope_type")
     """How frequencies are lowered for longer contexts: none, linear (all), llama3 or yarn (the low ones), longrope
     (each by its own factor), proportional (all, and those of the last pairs are 0), or dynamic (none within the model's
     context length)."""
-    factor: float = 1.0
+    factor: float = bounded(1.0, 1.0, 1e6, name="rope factor")
     """Scaled frequencies are divided by it."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = bounded(1.0, 1e-3, 1e6)
     """llama3, yarn: frequencies with fewer turns than this in the original context are divided."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = bounded(4.0, 1e-3, 1e6)
     """llama3, yarn: frequencies with more turns than this in the original context are kept; those between are
     blended."""
-    original_context: int = 8192
+    original_context: int = bounded(8192, 1, 2**24, name="original_max_position_embeddings")
     """llama3, yarn, longrope, query_growth: the context length before the frequencies were scaled."""
     truncate: bool = True
     """yarn: whether the range of blended pairs is widened to whole numbers."""
@@ -75,37 +69,29 @@ class Rotary:
     """longrope: divisor of each frequency if the context length is at most the original one."""
     long_factors: tuple[float, ...] = ()
     """longrope: divisor of each frequency if the context length is more than the original one."""
-    attention_factor: float = 1.0
+    attention_factor: float = bounded(1.0, 1e-3, 1e3)
     """Factor of the rotated dimensions."""
     num_turning: int = 0
     """proportional: number of pairs that turn, the first ones."""
-    query_growth: float = 0.0
+    query_growth: float = bounded(0.0, 0.0, 1e3, name="llama_4_scaling_beta")
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_context))."""
 
     def __post_init__(self) -> None:
         require_int("rotary dim", self.dim, 2, 2**16)
         if self.dim % 2:
             raise NanoinferError(f"rotary dim={self.dim} is not even")
-        require_float("rope_theta", self.base, 1.0, 1e12)
-        require_choice("rope_type", self.scaling, SCALINGS)
-        require_float("rope factor", self.factor, 1.0, 1e6)
-        require_float("low_freq_factor", self.low_freq_factor, 1e-3, 1e6)
-        require_float("high_freq_factor", self.high_freq_factor, 1e-3, 1e6)
+        keep_fields(self)
         if self.low_freq_factor >= self.high_freq_factor:
             raise NanoinferError(
                 f"low_freq_factor={self.low_freq_factor} is not less than high_freq_factor={self.high_freq_factor}"
             )
-        require_int("original_max_position_embeddings", self.original_context, 1, 2**24)
-        require_bool("truncate", self.truncate)
         require_int("num_turning", self.num_turning, 0, self.dim // 2 if self.scaling == "proportional" else 0)
-        require_float("attention_factor", self.attention_factor, 1e-3, 1e3)
-        require_float("llama_4_scaling_beta", self.query_growth, 0.0, 1e3)
         for name in ("short_factors", "long_factors"):
             factors: tuple[float, ...] = getattr(self, name)
             if len(factors) != (self.dim // 2 if self.scaling == "longrope" else 0):
                 raise NanoinferError(f"{name} has {len(factors)} numbers for {self.dim // 2} pairs of dimensions")
             for factor in factors:
-                require_float(name, factor, 1e-3, 1e6)
+                checks.require_float(name, factor, 1e-3, 1e6)
 
 
 @dataclass(frozen=True)
@@ -124,15 +110,15 @@ class Experts:
     """Width of the hidden layer of one expert."""
     normalize: bool
     """Whether the weights of the chosen experts are divided by their sum; else they are those of a softmax over all."""
-    scale: float = 1.0
+    scale: float = bounded(1.0, 1e-6, 1e6, name="scale of experts")
     """Factor of the chosen experts' sum."""
-    shared_width: int = 0
+    shared_width: int = bounded(0, 0, MAX, name="width of the shared expert")
     """Width of the hidden layer of an expert that all tokens take; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of a product with the input."""
     bias: bool = False
     """Whether the router and the matrices of the experts have biases, but for those of the shared expert."""
-    scoring: str = "softmax"
+    scoring: str = chosen("softmax", SCORINGS)
     """softmax (over all experts) or sigmoid (of each logit): the scores, which choose experts and become weights."""
     correction: bool = False
     """Whether each expert has a number that is added to its score where experts are chosen, not in its weight."""
@@ -148,23 +134,16 @@ class Experts:
     def __post_init__(self) -> None:
         require_int("experts", self.count, 1, MAX_EXPERTS)
         require_int("experts per token", self.per_token, 1, self.count)
-        require_int("width of an expert", self.width, 1, (2**31 - 1) // self.count)
-        require_bool("normalize", self.normalize)
-        require_float("scale of experts", self.scale, 1e-6, 1e6)
-        require_int("width of the shared expert", self.shared_width, 0, 2**31 - 1)
-        require_bool("shared_gate", self.shared_gate)
-        require_bool("bias of experts", self.bias)
+        require_int("width of an expert", self.width, 1, MAX // self.count)
+        keep_fields(self)
         if self.shared_gate and not self.shared_width:
             raise NanoinferError("shared_gate=True needs a shared expert: set shared_width")
-        require_choice("scoring", self.scoring, SCORINGS)
-        require_bool("correction", self.correction)
         require_int("groups of experts", self.groups, 1, self.count)
         if self.count % self.groups:
             raise NanoinferError(f"experts={self.count} is not a multiple of groups of experts={self.groups}")
         require_int("groups of experts per token", self.groups_per_token, 1, self.groups)
         require_int("experts per token", self.per_token, 1, self.count // self.groups * self.groups_per_token)
         require_int("experts that score a group", self.group_top, 1, self.count // self.groups)
-        require_bool("experts beside an MLP", self.beside)
         if self.beside and (self.shared_width or self.bias):
             raise NanoinferError("experts beside an MLP have no shared expert and no biases: leave both out")
 
@@ -173,19 +152,19 @@ class Experts:
 class LayerKind:
     """What may differ from layer to layer."""
 
-    window: int | None = None
+    window: int | None = bounded(None, 1, MAX)
     """A query attends to this many positions, its own included; None: to all earlier ones."""
     rotary: Rotary | None = None
     """Rotation of queries and keys; None: this layer has none."""
     experts: bool = False
     """Whether the MLP is a mixture of experts (`ModelConfig.experts`)."""
-    n_head: int | None = None
+    n_head: int | None = bounded(None, 1, MAX)
     """Number of attention heads; None: the model's, as for the next three."""
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = bounded(None, 1, MAX)
     """Number of heads of keys and values."""
-    head_size: int | None = None
+    head_size: int | None = bounded(None, 1, MAX)
     """Width of one head."""
-    n_inner: int | None = None
+    n_inner: int | None = bounded(None, 1, MAX)
     """Width of the MLP's hidden layer."""
     kv_layer: int | None = None
     """Earlier layer whose keys and values this one attends to; None: it has its own."""
@@ -234,12 +213,7 @@ class LayerKind:
 
     def check(self, head_dim: int) -> None:
         """Raise NanoinferError if a field is out of range for heads of this width."""
-        if self.window is not None:
-            require_int("window", self.window, 1, 2**31 - 1)
-        for name, size in self.sizes.items():
-            require_int(name, size, 1, 2**31 - 1)
-        for name in ("keys_as_values", "value_norm", "scaled", "recurrent", "beside", "mlp"):
-            require_bool(name, getattr(self, name))
+        keep_fields(self)
         state = {name: getattr(self, name) for name in ("n_inner", "experts", "recurrent", "beside", "mlp")}
         if self.recurrent and self != LayerKind(rotary=self.rotary if self.beside else None, **state):
             raise NanoinferError("a recurrent layer has no window, no positions, no keys and no values: leave them out")
@@ -279,24 +253,24 @@ class ModelConfig:
         NanoinferError: a field is out of range, or fields contradict each other.
     """
 
-    vocab_size: int = 50257
+    vocab_size: int = bounded(50257, 1, MAX)
     """Number of rows of the token embedding and of the output head."""
-    block_size: int = 1024
+    block_size: int = bounded(1024, 1, MAX)
     """Context length in tokens."""
-    n_layer: int = 12
+    n_layer: int = bounded(12, 1, MAX_LAYERS)
     """Number of transformer blocks."""
-    n_head: int = 12
+    n_head: int = bounded(12, 1, MAX)
     """Number of attention heads (of queries) in each block."""
-    n_embd: int = 768
+    n_embd: int = bounded(768, 1, MAX)
     """Width of the residual stream."""
     n_inner: int | None = None
     """Width of the MLP's hidden layer; None: 4 * n_embd."""
     bias: bool | tuple[str, ...] = True
     """Where biases are: some of BIASES. True: everywhere; False: nowhere. Experts: `Experts.bias`."""
-    activation: str = "gelu_new"
+    activation: str = chosen("gelu_new", ACTIVATIONS)
     """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu, relu2 (its square), clamped_silu (of
     gated MLPs: models/layers.py)."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = bounded(1e-5, 0.0, 1.0)
     """Constant added to the variance or the mean square in norms."""
     tie_word_embeddings: bool = True
     """Whether the output head shares the weights of the token embedding."""
@@ -314,37 +288,37 @@ class ModelConfig:
     """Whether a learned vector for each position is added to the token embedding."""
     layers: tuple[LayerKind, ...] = ()
     """The kind of each layer; empty: all are `LayerKind()`."""
-    norm: str = "layer"
+    norm: str = chosen("layer", ("layer", "rms"))
     """layer (subtracts the mean) or rms."""
-    norm_weight: str = "plain"
+    norm_weight: str = chosen("plain", ("plain", "one_plus", "none"))
     """What norms multiply by: plain (the weight), one_plus (1 + the weight), or none."""
-    norm_placement: str = "before"
+    norm_placement: str = chosen("before", ("before", "after", "both", "shared"))
     """Where the norms of a block stand: before attention and MLP, after them (before the residual), or both; shared:
     attention and MLP, in parallel, have the same one before them."""
     parallel_residual: bool = False
     """Whether attention and MLP read the same input, and the block adds both."""
     gated_mlp: bool = False
     """Whether the MLP's hidden layer is activation(gate(x)) * fc(x)."""
-    qk_norm: str = "none"
+    qk_norm: str = chosen("none", ("none", "head", "heads", "whole"))
     """Norm of queries and keys: none, head (each head alone, all with the same weights), heads (each head alone, with
     weights of its own and no biases; a layer norm) or whole (all heads together)."""
-    attention_scale: float | None = None
+    attention_scale: float | None = bounded(None, 1e-6, 1e6)
     """Factor of attention scores; None: head_dim**-0.5."""
-    attention_softcap: float | None = None
+    attention_softcap: float | None = bounded(None, 1e-6, 1e6)
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: bool = False
     """Whether each head has a learned score that only the sum of its softmax contains."""
-    embedding_scale: float | None = None
+    embedding_scale: float | None = bounded(None, 1e-6, 1e6)
     """Factor of the token embedding."""
     embedding_norm: bool = False
     """Whether the embedding is normalised before the first block."""
-    residual_scale: float | None = None
+    residual_scale: float | None = bounded(None, 1e-6, 1e6)
     """Factor of the outputs of attention and MLP before they are added to the residual stream."""
-    final_scale: float | None = None
+    final_scale: float | None = bounded(None, 1e-6, 1e6)
     """Factor of the final hidden states, and thereby of the logits."""
     head_bias: bool = False
     """Whether the output head has biases."""
-    logits_softcap: float | None = None
+    logits_softcap: float | None = bounded(None, 1e-6, 1e6)
     """Logits l become softcap * tanh(l / softcap)."""
     sub_norms: bool = False
     """Whether attention's output and the MLP's hidden layer are normalised before the matrices that follow them."""
@@ -352,7 +326,7 @@ class ModelConfig:
     """Whether the inputs of a layer's matrices are rounded to 8 bits, with one scale for each token."""
     experts: Experts | None = None
     """The mixture of experts in the layers that have one."""
-    per_layer_dim: int = 0
+    per_layer_dim: int = bounded(0, 0, MAX)
     """Width of the embedding that each token has for each layer; 0: there is none."""
     latent: Latent | None = None
     """Latent attention, in all layers. head_size is then `Latent.head_dim`, and num_kv_heads is 1."""
@@ -367,21 +341,10 @@ class ModelConfig:
     multiplied by when they are read. A single part may have any number of rows."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "block_size", "n_head", "n_embd"):
-            require_int(name, getattr(self, name), 1, 2**31 - 1)
-        require_int("n_layer", self.n_layer, 1, MAX_LAYERS)
-        require_int("per_layer_dim", self.per_layer_dim, 0, 2**31 - 1)
-        require_int("n_inner", self.mlp_dim, 1, 2**31 - 1)
+        keep_fields(self)
+        require_int("n_inner", self.mlp_dim, 1, MAX)
         self._check_heads()
         self._check_biases()
-        for name, choices in CHOICES.items():
-            require_choice(name, getattr(self, name), choices)
-        for name in _FLAGS:
-            require_bool(name, getattr(self, name))
-        require_float("norm_epsilon", self.norm_epsilon, 0.0, 1.0)
-        for name in _FACTORS:
-            if getattr(self, name) is not None:
-                require_float(name, getattr(self, name), 1e-6, 1e6)
         self._check_layers()
         if self.norm_placement == "shared" and not self.parallel_residual:
             raise NanoinferError("norm_placement=shared needs parallel_residual=True")
@@ -403,9 +366,9 @@ class ModelConfig:
     def _check_biases(self) -> None:
         """Check `bias`, and make equal places equal values: ("qkv", "norm") -> ("norm", "qkv"), all of them -> True."""
         if not isinstance(self.bias, tuple):
-            return require_bool("bias", self.bias)
+            return checks.require_bool("bias", self.bias)
         for part in self.bias:
-            require_choice("bias", part, BIASES)
+            checks.require_choice("bias", part, BIASES)
         parts = tuple(part for part in BIASES if part in self.bias)
         object.__setattr__(self, "bias", parts if 0 < len(parts) < len(BIASES) else bool(parts))
         return None
@@ -436,7 +399,7 @@ class ModelConfig:
         if self.experts is None and any(kind.experts for kind in self.layers):
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
-            require_int("experts * n_embd", self.experts.count * self.n_embd, 1, 2**31 - 1)
+            require_int("experts * n_embd", self.experts.count * self.n_embd, 1, MAX)
             if not self.gated_mlp:
                 raise NanoinferError("experts need gated_mlp=True: each expert is a gated MLP")
             places = self.norm, self.norm_placement, all(kind.experts for kind in self.layers)
@@ -568,13 +531,6 @@ class ModelConfig:
 _GPT2_FIELDS = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "bias", "activation", "norm_epsilon",
     "tie_word_embeddings", "bos_token_id", "eos_token_ids", "family",
-)  # fmt: skip
-_FLAGS = (
-    "tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm", "head_bias",
-    "sinks", "sub_norms", "rounded_inputs", "attention_gate", "mtp",
-)  # fmt: skip
-_FACTORS = (
-    "attention_scale", "attention_softcap", "embedding_scale", "logits_softcap", "residual_scale", "final_scale",
 )  # fmt: skip
 _BLOCK_NORMS = {
     "before": ("ln_1", "ln_2"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.sampling_params import PoolingConfig
-from nanoinfer.utils.checks import keep_int, require_bool, require_choice
+from nanoinfer.utils.checks import bounded, chosen, keep_fields, keep_int
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
@@ -27,29 +27,29 @@ class EngineConfig:
     """Engine that runs the model; auto is the fastest that supports it. `nanoinfer engines` lists them."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: cuda if available, else cpu."""
-    dtype: str = "auto"
+    dtype: str = chosen("auto", ("auto", *DTYPES))
     """Dtype of the weights: float32, bfloat16 or float16; auto: the checkpoint's, without float16 on CPUs."""
     quantization: str | None = None
     """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
-    max_model_len: int | None = None
+    max_model_len: int | None = bounded(None, 1)
     """Context length in tokens, at most the model's (default: the model's)."""
-    max_num_seqs: int | None = None
+    max_num_seqs: int | None = bounded(None, 1, 65536)
     """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | None = bounded(None, 1)
     """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = chosen("auto", ("auto", *CACHE_DTYPES))
     """Dtype of keys and values on engine native: float32, bfloat16 or int8."""
-    threads: int | None = None
+    threads: int | None = bounded(None, 1, 1024)
     """CPU threads of engine native (default: the number of CPUs of this process)."""
-    graph_memory: int | None = None
+    graph_memory: int | None = bounded(None, 0)
     """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
     enable_lora: bool = False
     """Whether requests may name LoRA adapters (docs/lora.md)."""
-    max_loras: int = 8
+    max_loras: int = bounded(8, 1, 1024)
     """Maximum number of adapters in memory."""
-    max_lora_rank: int = 16
+    max_lora_rank: int = bounded(16, 1, 1024)
     """Maximum rank of an adapter."""
-    sampler: str = "auto"
+    sampler: str = chosen("auto", SAMPLERS)
     """auto (the fastest one, whose tokens are the reference's), or reference."""
 
     def with_adapters(self, count: int) -> EngineConfig:
@@ -57,17 +57,7 @@ class EngineConfig:
         return replace(self, enable_lora=True, max_loras=max(self.max_loras, count)) if count else self
 
     def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, ("auto", *DTYPES))
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
-        require_choice("sampler", self.sampler, SAMPLERS)
-        keep_int(self, "threads", 1, 1024, optional=True)
-        keep_int(self, "max_model_len", 1, optional=True)
-        keep_int(self, "max_num_seqs", 1, 65536, optional=True)
-        keep_int(self, "kv_cache_memory", 1, optional=True)
-        keep_int(self, "graph_memory", 0, optional=True)
-        keep_int(self, "max_loras", 1, 1024)
-        keep_int(self, "max_lora_rank", 1, 1024)
-        require_bool("enable_lora", self.enable_lora)
+        keep_fields(self)
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ class SpeculationConfig:
     """Draft source: prompt-lookup, mtp, a model, self:int8, self:int4, self:LAYERS or auto (default: none)."""
     speculate_k: str | int = "auto"
     """Tokens proposed per step: 1 to 64, or auto (adapts to the acceptance rate; may be 0)."""
-    speculate_rule: str = "reproduce"
+    speculate_rule: str = chosen("reproduce", RULES)
     """reproduce: exactly the tokens of plain decoding; reject: the same distribution, higher acceptance."""
 
     def __post_init__(self) -> None:
@@ -107,7 +97,7 @@ class SpeculationConfig:
             keep_int(self, "speculate_k", 1, 64)
         elif k != "auto":
             raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
-        require_choice("speculate_rule", self.speculate_rule, RULES)
+        keep_fields(self)
 
     @property
     def fixed_k(self) -> int | None:
@@ -119,22 +109,19 @@ class SpeculationConfig:
 class SchedulerConfig:
     """Options of the scheduler."""
 
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = bounded(2048, 1)
     """Maximum number of tokens in one step; longer prompts are split into chunks."""
-    max_num_queued: int | None = None
+    max_num_queued: int | None = bounded(None, 1)
     """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
     prefix_cache_file: str | None = None
     """File that keeps the prefix cache of engine native: read at the start, written at exit (default: none)."""
-    target_step_ms: int | None = 80
+    target_step_ms: int | None = bounded(80, 0, 1_000_000)
     """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
 
     def __post_init__(self) -> None:
-        keep_int(self, "max_num_batched_tokens", 1)
-        keep_int(self, "max_num_queued", 1, optional=True)
-        keep_int(self, "target_step_ms", 0, 1_000_000, optional=True)
-        require_bool("enable_prefix_caching", self.enable_prefix_caching)
+        keep_fields(self)
         if self.prefix_cache_file is not None and (
             not isinstance(self.prefix_cache_file, str) or not self.prefix_cache_file or not self.enable_prefix_caching
         ):
@@ -158,7 +145,7 @@ class LLMConfig:
     """Path of the tokenizer; None: the model's own."""
     seed: int = 0
     """Seed of random weights."""
-    generation_config: str = "auto"
+    generation_config: str = chosen("auto", GENERATION_CONFIGS)
     """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
     chat_template: str | None = None
     """Jinja template to use instead of the model's own."""
@@ -168,7 +155,7 @@ class LLMConfig:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
     def __post_init__(self) -> None:
-        require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        keep_fields(self)
         if self.chat_template is not None and not (isinstance(self.chat_template, str) and self.chat_template):
             raise NanoinferError(f"chat_template={show(self.chat_template)} is not a Jinja template")
 

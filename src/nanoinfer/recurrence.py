@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_int
 
 RULES = ("conv", "delta", "mamba2")
 
@@ -48,13 +48,11 @@ class Recurrence:
         require_int("values of a state", self.value_dim, 1, 2**16)
         require_int("heads of keys of a state", self.num_key_heads, low, self.num_heads)
         require_int("width of the keys of a state", self.key_dim, low, 2**12)
-        require_bool("bias of a convolution", self.bias)
-        require_bool("bias of a state's projections", self.projection_bias)
+        keep_fields(self)
         low, high = (0, self.inner_dim) if self.rule == "mamba2" else (1, 1)
         require_int("groups of a state's norm", self.norm_groups, low, high)
         if self.norm_groups and self.inner_dim % self.norm_groups:
             raise NanoinferError(f"{self.inner_dim} values of a state are no multiple of {self.norm_groups} groups")
-        require_bool("tiled", self.tiled)
         if self.num_key_heads and self.num_heads % self.num_key_heads:
             raise NanoinferError(f"{self.num_heads} heads of a state are no multiple of {self.num_key_heads} of keys")
 
@@ -112,9 +110,9 @@ class Latent:
     """Width of the other part of the queries and keys of a head."""
     value_dim: int
     """Width of the values of a head."""
-    query_rank: int = 0
+    query_rank: int = bounded(0, 0, 2**16, name="latent query_rank")
     """Width of the latent of queries; 0: they are a product of the layer's input."""
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = bounded(1e-6, 0.0, 1.0, name="latent norm_epsilon")
     """Constant in the norms of the latents."""
     further_layers: int = field(default=0, compare=False)
     """Layers after the last one in a folder, which predict further tokens."""
@@ -123,8 +121,7 @@ class Latent:
         for name in ("rank", "rotary_dim", "plain_dim", "value_dim"):
             require_int(f"latent {name}", getattr(self, name), 1, 2**15)
         require_int("latent further_layers", self.further_layers, 0, 2**15)
-        require_int("latent query_rank", self.query_rank, 0, 2**16)
-        require_float("latent norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+        keep_fields(self)
 
     @property
     def query_dim(self) -> int:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, one_line, show
-from nanoinfer.utils.checks import bounded, keep_fields, keep_int, require_choice, require_float, require_int
+from nanoinfer.utils.checks import bounded, chosen, keep_fields, keep_int, require_choice, require_float, require_int
 
 COMMAND_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 """Defaults of the commands and the page. Those of the fields are vLLM's, with which small models write noise."""
@@ -204,7 +204,7 @@ class SamplingParams:
     """Keep the last tokens of the prompt, this many at most; -1: the context length (default: all)."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Which outputs AsyncLLM returns: cumulative, delta or final_only."""
-    overflow: str = "stop"
+    overflow: str = chosen("stop", OVERFLOWS)
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = bounded(None, 1)
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
@@ -221,7 +221,6 @@ class SamplingParams:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
             )
-        require_choice("overflow", self.overflow, OVERFLOWS)
         if self.max_tokens is None and self.overflow == "slide":
             raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
         if self.slide_stride is not None and self.overflow != "slide":
@@ -369,11 +368,11 @@ class PoolingParams:
 class PoolingConfig:
     """How a model makes embeddings."""
 
-    pooling_type: str = "auto"
+    pooling_type: str = chosen("auto", ("auto", *POOLING_TYPES))
     """Tokens that make an embedding: last or mean; auto: as the model's files say, else last."""
 
     def __post_init__(self) -> None:
-        require_choice("pooling_type", self.pooling_type, ("auto", *POOLING_TYPES))
+        keep_fields(self)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanoinfer.config import DTYPES, SchedulerConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.checks import require_choice, require_int
+from nanoinfer.utils.checks import chosen, keep_fields, require_int
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
     "greedy": {"temperature": 0.0},
@@ -52,11 +52,11 @@ class Case:
     """An engine of ours (`static`), or a peer (`transformers-dynamic`, `llama.cpp`, ...)."""
     model: str
     """Any model that loads."""
-    dtype: str = "float32"
+    dtype: str = chosen("float32", DTYPES)
     """float32, bfloat16 or float16."""
     quantization: str | None = None
     """Weight format below 16 bits, in the backend's own name for it (int8, Q4_0, ...)."""
-    sampler: str = "greedy"
+    sampler: str = chosen("greedy", tuple(SAMPLERS))
     """greedy, sampled (temperature and top-k), hot (a high temperature) or controls (everything on)."""
     batch: int = 1
     """Sequences at a time."""
@@ -64,7 +64,7 @@ class Case:
     """Tokens of each prompt; of mixed requests, the most."""
     output_tokens: int = 64
     """Tokens generated for each prompt; of mixed requests, the most."""
-    workload: str = "uniform"
+    workload: str = chosen("uniform", WORKLOADS)
     """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; prefix: all but the
     last 20 tokens of the prompts are equal; arrival: one prompt, of prompt_tokens, arrives while the others decode;
     text: passages of natural text; copy: passages that repeat themselves."""
@@ -85,9 +85,7 @@ class Case:
     `LLM.generate`; the tokens are streamed here to be timed."""
 
     def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
-        require_choice("sampler", self.sampler, tuple(SAMPLERS))
-        require_choice("workload", self.workload, WORKLOADS)
+        keep_fields(self)
         checked = SpeculationConfig(self.draft, self.speculate_k, self.speculate_rule)
         object.__setattr__(self, "speculate_k", checked.speculate_k)  # "4" is 4
         for name in ("batch", "prompt_tokens", "output_tokens", "max_num_batched_tokens"):

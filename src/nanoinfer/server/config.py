@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from nanoinfer.errors import NanoinferError, show
 from nanoinfer.sampling_params import LoRARequest, named_adapters
-from nanoinfer.utils.checks import keep_float, keep_int, require_choice
+from nanoinfer.utils.checks import bounded, chosen, keep_fields
 
+MAX_SEC = 86400.0
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -24,15 +25,15 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     """Name or address of the interface to listen on; 0.0.0.0 is all."""
-    port: int = 8000
+    port: int = bounded(8000, 0, 65535)
     """Port to listen on; 0: a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name of the model in requests and responses, instead of its own. May be repeated: responses have the first."""
     lora_modules: tuple[str, ...] = ()
     """Adapter that requests name as their model, as NAME=PATH (docs/lora.md). May be repeated."""
-    default_max_tokens: int | None = None
+    default_max_tokens: int | None = bounded(None, 1)
     """max_tokens of requests that have none (default: 16 for completions; chats end at the context length)."""
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = bounded(30.0, 0.0, MAX_SEC)
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """Key that requests must have; NANOINFER_API_KEY and --api-key-file hide it from other users. May be repeated."""
@@ -44,43 +45,35 @@ class ServerConfig:
     """Origin whose web pages may use the server, as https://name[:port]; *: any. May be repeated."""
     access_log: str | None = None
     """File for one JSON line per request; -: standard output (default: none)."""
-    log_level: str = "warning"
+    log_level: str = chosen("warning", LOG_LEVELS)
     """debug (with tracebacks), info, warning, error or critical."""
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = bounded(1 << 20, 1)
     """Maximum size of a request's body, in bytes."""
-    max_header_bytes: int = 1 << 14
+    max_header_bytes: int = bounded(1 << 14, 1)
     """Maximum size of a request's line and headers together, in bytes."""
-    max_connections: int | None = None
+    max_connections: int | None = bounded(None, 1)
     """Maximum number of open connections (default: 1024, or what the limit of open files allows)."""
-    max_requests_in_flight: int = 512
+    max_requests_in_flight: int = bounded(512, 1)
     """Maximum number of requests that are received or answered at the same time."""
-    max_sequences: int = 256
+    max_sequences: int = bounded(256, 1)
     """Maximum number of outputs that one request generates: prompts times n or best_of."""
-    max_logprobs: int = 20
+    max_logprobs: int = bounded(20, 0)
     """Maximum value of logprobs, top_logprobs and prompt_logprobs."""
-    max_logprob_entries: int = 1 << 18
+    max_logprob_entries: int = bounded(1 << 18, 1)
     """Maximum number of log-probabilities that one request may return: outputs times tokens times (logprobs + 1)."""
-    header_timeout_sec: float = 10.0
+    header_timeout_sec: float = bounded(10.0, 0.0, MAX_SEC, low_open=True)
     """Maximum time to receive a request's line and headers, in seconds."""
-    body_timeout_sec: float = 30.0
+    body_timeout_sec: float = bounded(30.0, 0.0, MAX_SEC, low_open=True)
     """Maximum time to receive a request's body, in seconds."""
-    send_timeout_sec: float = 30.0
+    send_timeout_sec: float = bounded(30.0, 0.0, MAX_SEC, low_open=True)
     """Time in seconds in which a client must take 16 KiB of a response, or its end."""
-    request_timeout_sec: float = 600.0
+    request_timeout_sec: float = bounded(600.0, 0.0, MAX_SEC, low_open=True)
     """Maximum time to answer a request, in seconds."""
-    keep_alive_sec: float = 10.0
+    keep_alive_sec: float = bounded(10.0, 0.0, MAX_SEC, low_open=True)
     """Time in seconds after which an idle connection is closed."""
 
     def __post_init__(self) -> None:
-        keep_int(self, "port", 0, 65535)
-        keep_int(self, "default_max_tokens", 1, optional=True)
-        keep_float(self, "shutdown_timeout", 0.0, 86400.0)
-        require_choice("log_level", self.log_level, LOG_LEVELS)
-        for f in fields(self):
-            if f.name.startswith("max_"):
-                keep_int(self, f.name, 0 if f.name == "max_logprobs" else 1, optional=f.default is None)
-            elif f.name.endswith("_sec"):
-                keep_float(self, f.name, 0.0, 86400.0, low_open=True)
+        keep_fields(self)
         for origin in self.allowed_origin:
             scheme, separator, host = origin.partition("://")
             if origin != "*" and (not scheme or not separator or not host or any(c in host for c in "/?#@, ")):

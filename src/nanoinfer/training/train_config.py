@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoinfer.errors import NanoinferError, show
-from nanoinfer.utils.checks import bounded, keep_fields, require_choice, require_float
+from nanoinfer.utils.checks import bounded, chosen, keep_fields, require_float
 
 MAX_INT = 2**31 - 1
 
@@ -72,9 +72,9 @@ class TrainConfig:
     """Seed of weights, batches and dropout."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto (cuda if available)."""
-    autocast: str = "float32"
+    autocast: str = chosen("float32", ("float32", "bfloat16"))
     """Dtype of matrix products in training: float32 or bfloat16. Weights stay float32."""
-    save_dtype: str = "float32"
+    save_dtype: str = chosen("float32", ("float32", "bfloat16", "float16"))
     """Dtype of the weights on disk: float32, bfloat16 or float16."""
 
     def __post_init__(self) -> None:
@@ -88,5 +88,3 @@ class TrainConfig:
         require_float("min_learning_rate", self.min_learning_rate, 0.0, self.learning_rate)
         for name in ("beta1", "beta2"):
             require_float(name, getattr(self, name), 0.0, 1.0, high_open=True)
-        require_choice("autocast", self.autocast, ("float32", "bfloat16"))
-        require_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import field, fields
+from functools import cache
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, show
@@ -65,41 +66,56 @@ def keep_int(config: Any, name: str, low: int, high: int | None = None, *, optio
         object.__setattr__(config, name, require_int(name, value, low, high))
 
 
-def keep_float(config: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
-    """Check a field of a frozen dataclass that is a finite number, and store it as a Python number."""
-    number = require_float(name, getattr(config, name), low, high, low_open=low_open)
-    object.__setattr__(config, name, number)
-
-
 def require_bool(name: str, value: Any) -> None:
     """Raise NanoinferError if `value` is not True or False."""
     if not isinstance(value, bool):
         raise NanoinferError(f"{name}={show(value)} is not a bool: use True or False")
 
 
-def bounded(default: Any, low: float, high: float | None = None, *, low_open: bool = False) -> Any:
+def bounded(
+    default: Any, low: float, high: float | None = None, *, low_open: bool = False, name: str | None = None
+) -> Any:
     """Return a field of a dataclass that is a number from `low` to `high`, which `keep_fields` checks.
 
-    `low_open` excludes `low`; without `high`, the field is an integer of any size.
+    `low_open` excludes `low`; without `high`, the field is an integer of any size. `name`: in messages.
     """
-    return field(default=default, metadata={"bounds": (low, high), "low_open": low_open})
+    return field(default=default, metadata={"bounds": (low, high), "low_open": low_open, "name": name})
+
+
+def chosen(default: str, choices: Sequence[str], name: str | None = None) -> Any:
+    """Return a field of a dataclass that is one of several names, which `keep_fields` checks. `name`: in messages."""
+    return field(default=default, metadata={"choices": choices, "name": name})
 
 
 def keep_fields(config: Any, prefix: str = "") -> None:
-    """Check the fields of a frozen dataclass that are bools or `bounded`, and store numbers as those of Python.
+    """Check the fields of a frozen dataclass that are bools, `bounded` or `chosen`, and store numbers as Python's.
 
     Fields whose type ends with "| None" may be None. The prefix is that of the names in messages.
     """
-    for f in fields(config):
-        kind, _, rest = str(f.type).partition(" | ")
-        if rest not in ("", "None") or (rest and getattr(config, f.name) is None):
+    for name, kind, optional, metadata in _checked(config.__class__):
+        value, shown = getattr(config, name), prefix + (metadata.get("name") or name)
+        if value is None and optional:
             continue
-        if kind == "bool":
-            require_bool(prefix + f.name, getattr(config, f.name))
-        elif "bounds" in f.metadata and kind == "int":
-            keep_int(config, f.name, *f.metadata["bounds"])
-        elif "bounds" in f.metadata:
-            keep_float(config, f.name, *f.metadata["bounds"], low_open=f.metadata["low_open"])
+        if "choices" in metadata:
+            require_choice(shown, value, metadata["choices"])
+        elif "bounds" not in metadata:
+            require_bool(shown, value)
+        elif kind == "int":
+            object.__setattr__(config, name, require_int(shown, value, *metadata["bounds"]))
+        else:
+            number = require_float(shown, value, *metadata["bounds"], low_open=metadata["low_open"])
+            object.__setattr__(config, name, number)
+
+
+@cache
+def _checked(cls: Any) -> list[tuple[str, str, bool, Any]]:
+    """Return name, type, whether None is permitted, and metadata of the fields that `keep_fields` checks."""
+    checked = []
+    for f in fields(cls):
+        kind, _, rest = str(f.type).partition(" | ")
+        if rest in ("", "None") and (kind == "bool" or f.metadata):
+            checked.append((f.name, kind, bool(rest), f.metadata))
+    return checked
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
