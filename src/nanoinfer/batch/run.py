@@ -4,17 +4,26 @@
 
 The window holds at most WINDOW_FACTOR * max_num_seqs lines and WINDOW_BYTES bytes of lines and records, and a line is
 read only while fewer than QUEUE_FACTOR * max_num_seqs sequences are unfinished. So memory does not grow with the file.
+
+`LineService` does the same for lines that several calls submit. Those of all calls in flight run together, so no slot
+is empty while a call finishes:
+
+    call 1: lines a b c -> [ queue ] -> BatchRunner -> records a b c -> the future of call 1
+    call 2: lines d e   -> [       ]    (one thread)           d e   -> the future of call 2
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from queue import SimpleQueue
+from typing import Any, cast
 
-from nanoinfer.batch.files import Checkpoint, Line, Place
+from nanoinfer.batch.files import Checkpoint, Line, LineReader, Output, Place
 from nanoinfer.batch.records import Form, OpenAIForm, OwnForm, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.llm import LLM
@@ -47,38 +56,6 @@ class BatchOptions:
     """Jinja template to use instead of the model's own."""
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
     """Adapters that lines name as their model."""
-
-
-class Source(Protocol):
-    """Where lines come from: a `LineReader`, or a queue."""
-
-    @property
-    def num_files(self) -> int:
-        """Number of files; where there are several, a record names its own."""
-
-    def __next__(self) -> Line:
-        """Return the next line. Waits for it."""
-
-    def ready(self) -> bool:
-        """Return whether `__next__` would not wait."""
-
-    @property
-    def total_lines(self) -> int | None:
-        """Number of lines; None: not known."""
-
-
-class Sink(Protocol):
-    """Where records go: a `FileOutput`, a `StreamOutput`, or who waits for them."""
-
-    @property
-    def done(self) -> Checkpoint:
-        """The records so far."""
-
-    def write(self, record: bytes, place: Place, error: str = "") -> None:
-        """Take the record of the next line; `error`: its message, if it is an error record."""
-
-    def checkpoint(self) -> None:
-        """Save how far the batch is, if it is time to."""
 
 
 @dataclass(eq=False)
@@ -115,7 +92,7 @@ class BatchRunner:
         self.num_tokens = 0
         """Tokens generated so far."""
 
-    def run(self, reader: Source, output: Sink, bar: ProgressBar) -> None:
+    def run(self, reader: LineReader | _Traffic, output: Output | _Traffic, bar: ProgressBar) -> None:
         """Write a record for each line. The caller closes the output.
 
         Raises:
@@ -135,7 +112,7 @@ class BatchRunner:
         finally:
             self._core.cancel([r for entry in self._window for r in entry.requests if not r.finished])
 
-    def _fill(self, reader: Source, several: bool) -> bool:
+    def _fill(self, reader: LineReader | _Traffic, several: bool) -> bool:
         """Read and queue lines while the window has room; return whether there may be more."""
         while (
             self._num_running < QUEUE_FACTOR * self._max_num_seqs
@@ -244,7 +221,7 @@ class BatchRunner:
         self._num_bytes += len(record) - entry.num_bytes
         entry.num_bytes = len(record)
 
-    def _write(self, output: Sink) -> None:
+    def _write(self, output: Output | _Traffic) -> None:
         """Write the records whose predecessors are all written."""
         while self._window and (record := self._window[0].record) is not None:
             entry = self._window[0]
@@ -252,3 +229,118 @@ class BatchRunner:
             self._window.popleft()
             self._num_bytes -= entry.num_bytes
         output.checkpoint()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The record of a line."""
+
+    record: bytes
+    """JSON, with a newline."""
+    error: str
+    """The message of an error record, with its line; "": it is none."""
+
+
+Results = Future[list[Result]]
+
+
+@dataclass(eq=False)
+class _Call:
+    """Lines that were submitted together."""
+
+    num_lines: int
+    future: Results = field(default_factory=Future)
+    results: list[Result] = field(default_factory=list)
+
+
+class LineService:
+    """Runs a BatchRunner in a thread. Thread-safe.
+
+    Args:
+        llm: the model; no other thread uses it.
+        options: as of a batch file.
+        several: whether records name the file of their line.
+    """
+
+    def __init__(self, llm: LLM, options: BatchOptions, several: bool = False) -> None:
+        self._traffic = _Traffic(several)
+        runner = BatchRunner(llm, options)
+        threading.Thread(target=_serve, args=(runner, self._traffic), name="lines", daemon=True).start()
+
+    def submit(self, lines: Sequence[Line]) -> Results:
+        """Queue lines; the future has their results in the same order, or the exception that ended the thread."""
+        return self._traffic.put(lines)
+
+    def __del__(self) -> None:
+        self._traffic.close()
+
+
+class _Traffic:
+    """The lines of all calls, as the runner reads them, and their records as it writes them."""
+
+    done = Checkpoint()  # no bar shows how far it is
+    total_lines = None  # more may come
+
+    def __init__(self, several: bool) -> None:
+        self.num_files = 2 if several else 1
+        self._queue: SimpleQueue[tuple[Line, _Call] | None] = SimpleQueue()
+        self._reading: deque[_Call] = deque()  # the call of each line without a record, in the order of the lines
+        self._calls: set[_Call] = set()
+        self._lock = threading.Lock()
+        self._fault: BaseException | None = None
+
+    def put(self, lines: Sequence[Line]) -> Results:
+        """Queue the lines of a call."""
+        call = _Call(len(lines))
+        with self._lock:
+            if self._fault is not None:
+                call.future.set_exception(self._fault)
+            elif not lines:
+                call.future.set_result([])
+            else:
+                self._calls.add(call)
+                for line in lines:
+                    self._queue.put((line, call))
+        return call.future
+
+    def close(self) -> None:
+        """End the input after what is queued."""
+        self._queue.put(None)
+
+    def fail(self, fault: BaseException) -> None:
+        """End all calls, and those to come, with an exception."""
+        with self._lock:
+            self._fault = fault
+            for call in self._calls:
+                call.future.set_exception(fault)
+            self._calls.clear()
+
+    def __next__(self) -> Line:
+        if (item := self._queue.get()) is None:
+            raise StopIteration
+        line, call = item
+        self._reading.append(call)
+        return line
+
+    def ready(self) -> bool:
+        """Return whether a line is queued."""
+        return not self._queue.empty()
+
+    def write(self, record: bytes, place: Place, error: str = "") -> None:
+        """Give a record to the call of its line."""
+        call = self._reading.popleft()
+        call.results.append(Result(record, error))
+        if len(call.results) == call.num_lines:
+            with self._lock:
+                self._calls.discard(call)
+            call.future.set_result(call.results)
+
+    def checkpoint(self) -> None:
+        """Do nothing: the calls keep the records."""
+
+
+def _serve(runner: BatchRunner, traffic: _Traffic) -> None:
+    try:
+        runner.run(traffic, traffic, ProgressBar("lines", False))
+    except BaseException as e:  # of the engine: it is the calls that report it
+        traffic.fail(e)

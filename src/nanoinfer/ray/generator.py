@@ -20,10 +20,9 @@ import numpy as np
 
 from nanoinfer.batch.files import Line, Place
 from nanoinfer.batch.records import OPENAI_KEYS, OWN_KEYS
-from nanoinfer.batch.run import BatchOptions
+from nanoinfer.batch.run import BatchOptions, LineService
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, missing_extra, show
-from nanoinfer.ray.service import LineService
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import parse_json
 

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoinfer.batch.files import Line, LineReader, Output
-from nanoinfer.batch.run import BatchOptions
+from nanoinfer.batch.run import BatchOptions, LineService, Result
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.ray.connect import check_versions, node_name, pool_of, versions
-from nanoinfer.ray.service import LineService, Result
 from nanoinfer.utils.progress import ProgressBar
 
 CALLS = 8

@@ -9,8 +9,7 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch.files import Line, Place
-from nanoinfer.batch.run import BatchOptions
-from nanoinfer.ray.service import LineService
+from nanoinfer.batch.run import BatchOptions, LineService
 
 WAIT_SEC = 60.0
 OPTIONS = BatchOptions(SamplingParams(max_tokens=4), seed=5)
