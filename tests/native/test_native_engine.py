@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from helpers.environment import ROOT
-from helpers.models import TINY, make_folder, make_model, refuses
-from helpers.native import BLOCK, FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
+from helpers.models import TINY, make_folder, make_model, make_weights, refuses
+from helpers.native import BLOCK, FORMATS, ISAS, V, _native, engine_of, extend, make_decoder, new_decoder, tokens
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.load import load_model
+from nanoinfer.config import LayerKind
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS
 
@@ -137,6 +139,29 @@ def test_company_changes_no_bit(fmt: str, threads: int) -> None:
             assert np.array_equal(together, np.concatenate([a[1:] for a in alone[:count]])), (isa, count)
             for h in handles:
                 decoder.close(h)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_pieces_of_long_contexts_change_no_bit(cache: str) -> None:
+    """Pieces of 512 positions are items of their own if threads would have too few; chunks and company change that."""
+    config = replace(TINY, block_size=1200, n_head=4, num_kv_heads=2, layers=(LayerKind(600), LayerKind()), sinks=True)
+    texts, found = [tokens(n, n) for n in (1150, 40, 530)], []
+    for threads in (1, 2, 5):
+        engine = engine_of(make_weights(config), 4096, threads=threads, kv_cache_dtype=cache)
+        for lengths in ((1100, 1, 5, 44), (500, 600, 20, 30)):
+            handle, rows, at = engine.open(), [], 0
+            for n in lengths:  # logits of the last ones, which both have
+                batch, at = StepBatch([handle], texts[0][at : at + n], [n], [min(n, 50)]), at + n
+                rows.append(engine.extend(batch).copy())
+            engine.truncate(handle, 1100)
+            others = [engine.open() for _ in texts[1:]]
+            batch = StepBatch([handle, *others], texts[0][1100:] + texts[1] + texts[2], [50, 40, 530], [50, 40, 100])
+            together = engine.extend(batch).copy()
+            assert np.array_equal(np.concatenate(rows)[-50:], together[:50]), (threads, lengths)
+            found.append(together)
+            for h in (handle, *others):
+                engine.close(h)
+    assert all(np.array_equal(found[0], other) for other in found[1:])
 
 
 def test_forks_share_and_then_diverge() -> None:

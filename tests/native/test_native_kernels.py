@@ -336,12 +336,12 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
             np.testing.assert_allclose(got, expected[start:end], atol=atol, rtol=1e-4, err_msg=str((options, start)))
 
 
-@pytest.mark.parametrize("window", [0, 50, 65])
+@pytest.mark.parametrize("window", [0, 65, 600])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_attention_over_several_spans_is_the_same_in_any_company(isa: str, cache: str, window: int) -> None:
-    """A span of 64 positions shares a scale of int8 weights: it must not depend on the other rows of a tile."""
-    T, D = 210, 24
+def test_attention_over_several_spans_and_pieces_is_the_same_in_any_company(isa: str, cache: str, window: int) -> None:
+    """Spans of 64 positions share a scale of int8 weights, pieces of 512 a softmax: no other row of a tile changes them."""
+    T, D = 1100, 24
     q, k, v = random((T, D), 1, 3.0), random((T, D), 2), random((T, D), 3)
     options = {"k": k, "v": v, "cache": cache, "window": window, "isa": isa}
     scores = queries(q, cache) @ cached(k, cache).T / math.sqrt(D)
@@ -351,7 +351,7 @@ def test_attention_over_several_spans_is_the_same_in_any_company(isa: str, cache
     got = _native.attention(q=q, start=0, **options)
     atol = 1e-4 + weight_error(v, cache)
     np.testing.assert_allclose(got, share / share.sum(1, keepdims=True) @ cached(v, cache), atol=atol, rtol=1e-4)
-    for start, end in [(t, t + 1) for t in range(0, T, 7)] + [(60, 66), (100, 210), (127, 131), (191, 194)]:
+    for start, end in [(t, t + 1) for t in range(0, T, 37)] + [(60, 66), (100, 210), (127, 131), (507, 517), (1023, 1026), (900, T)]:
         assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end]), (start, end)
 
 

@@ -156,7 +156,7 @@ Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std:
   }
   for (std::int64_t t = std::max<std::int64_t>(0, start + 1 - width); t < T; ++t)
     kernels.store_kv(shape.type, k.data() + t * D, v.data() + t * D, D, blocks[t / kBlock].data(), t % kBlock);
-  std::vector<float> to(queries * group * D), scratch(attention_scratch(D, T));
+  std::vector<float> to(queries * group * D), scratch(attention_scratch(D, queries * group));
   kernels.attention({.type = shape.type,
                      .head_dim = D,
                      .blocks = addresses.data(),

@@ -11,7 +11,27 @@
 constexpr std::int64_t kSpanBlocks = kSpan / kBlock;
 #define NI_DIGITS NI_UNROLL(2) for (int g = 0; g < kDigits; ++g)
 
-// M rows of queries that share a pass over the keys: row r of a task is head r % group of token r / group. With tiles
+// The weights of a row so far: where they have their origin (exp_from), and their sum.
+struct Weights {
+  float origin, sum;
+};
+NI_INLINE float first_lane(f32x16 x) {
+  float lanes[16];
+  store(lanes, x);
+  return lanes[0];
+}
+
+// Add the sums of values of one more piece to those of a row, which the sum of the weights divides after the last.
+void add_piece(Weights& row, float* out, const Weights& piece, const float* values, std::int64_t head_dim, bool last) {
+  const f32x16 a = broadcast(row.origin), b = broadcast(piece.origin), origin = higher(a, b);
+  const f32x16 keep = exp_between(a, origin), take = exp_between(b, origin);
+  row = {first_lane(origin), first_lane(fma(keep, broadcast(row.sum), take * broadcast(piece.sum)))};
+  const f32x16 share = broadcast(last ? 1.0f / row.sum : 1.0f);
+  for (std::int64_t d = 0; d < head_dim; d += 16)
+    store_first(out + d, fma(load_first(out + d, head_dim - d), keep, load(values + d) * take) * share, head_dim - d);
+}
+
+// M rows of queries that share a pass over the keys of a piece: row r of a task is head r % group of token r / group. With tiles
 // (attention_amx.h), the first `count` of them.
 template <CacheType type, int M, bool tiles = false>
 struct Queries {
@@ -19,23 +39,44 @@ struct Queries {
   Unit* units;                    // (ceil(D / kUnit), kWords, M); tiles: (ceil(D / kUnit / 16), kWords, M, 16)
   float scale[M];                 // of the scores
   std::int32_t shift[M][2];       // int8, of each sum: what the 128 that is added to the keys contributes, negated
-  float* out[M];
-  float share[M];                 // 1 / sum of the row's weights
+  float* out[M];                  // the row's result, or its part of it: partial_floats(head_dim) - kLanes
+  float share[M];                 // what sums of values are multiplied by: 1 / sum of the weights, 1 if there are more pieces
   float sink[M];                  // a further score in that sum
-  std::int64_t begin[M], end[M];  // positions that the row attends to
-  std::int64_t lowest, highest;   // of all begins, and of all ends
+  Weights weights[M];             // of the piece
+  bool first[M], last[M];         // whether the row has no piece before this one, and none after it
+  std::int64_t begin[M], end[M];  // positions of the piece that the row attends to
+  std::int64_t lowest, highest;   // of all begins, and of all ends; lowest >= highest: there are none
 
-  Queries(const AttentionTask& t, std::int64_t row, Unit* units, int count = M) : units(units) {
+  // `partial`: for rows that have several pieces, M of them.
+  Queries(const AttentionTask& t, std::int64_t row, std::int64_t piece, float* partial, Unit* units, int count = M) : units(units) {
+    const std::int64_t from = piece * kPiece, to = from + kPiece;
     for (int m = 0; m < count; ++m) {
-      const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
-      prepare(t, t.q + token * t.q_stride + column, m);
-      out[m] = t.out + token * t.out_stride + column;
-      sink[m] = t.sinks ? t.sinks[(row + m) % t.group] : -__builtin_huge_valf();
-      end[m] = t.start + token + 1;
+      end[m] = t.start + (row + m) / t.group + 1;
       begin[m] = end[m] > t.window ? end[m] - t.window : 0;
+      first[m] = begin[m] >= from, last[m] = end[m] <= to;
+      if (!first[m]) begin[m] = from;
+      if (!last[m]) end[m] = to;
     }
     lowest = begin[0];  // tokens are in the order of their positions
     highest = end[count - 1];
+    for (int m = 0; m < count && lowest < highest; ++m) {
+      const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
+      prepare(t, t.q + token * t.q_stride + column, m);
+      const bool apart = t.piece >= 0 || !first[m] || begin[m] >= end[m];
+      out[m] = apart ? partial + m * partial_floats(t.head_dim) + kLanes : t.out + token * t.out_stride + column;
+      sink[m] = first[m] && t.sinks ? t.sinks[(row + m) % t.group] : -__builtin_huge_valf();
+    }
+  }
+  bool is_whole(const AttentionTask& t, int m) const { return first[m] && last[m] && t.piece < 0; }
+
+  // After the weighted sums: join what rows have of this piece with what they had; `had` is of row 0 of the task.
+  void join(const AttentionTask& t, std::int64_t row, Weights* had, int count = M) const {
+    for (int m = 0; m < count; ++m) {
+      if (begin[m] >= end[m]) continue;
+      if (t.piece >= 0) __builtin_memcpy(out[m] - kLanes, &weights[m], sizeof(Weights));
+      else if (first[m]) had[row + m] = weights[m];
+      else add_piece(had[row + m], t.out + (row + m) / t.group * t.out_stride + (row + m) % t.group * t.head_dim, weights[m], out[m], t.head_dim, last[m]);
+    }
   }
 
  private:
@@ -233,12 +274,9 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
     }
   }
   float whole = sum(total);
-  if (t.sinks) {
-    float lanes[16];
-    store(lanes, exp_below(sink, origin));
-    whole += lanes[0];
-  }
-  rows.share[m] = 1.0f / whole + sum(check);
+  if (t.sinks && rows.first[m]) whole += first_lane(exp_below(sink, origin));
+  rows.weights[m] = {first_lane(origin), whole + sum(check)};
+  rows.share[m] = rows.is_whole(t, m) ? 1.0f / rows.weights[m].sum : 1.0f;
 }
 
 // Weighted sums of values for M rows, 16 N dimensions from d on; lanes are dimensions. weights[0] is position `base`.
@@ -304,14 +342,31 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
     store_first(rows.out[m] + d + 16 * j, acc[m][j] * broadcast(rows.share[m]), t.head_dim - d - 16 * j);
 }
 
-// Attention of M consecutive rows: scores, softmax over each row's own positions, weighted sums of values.
+// The parts of a task's scratch for rows of queries.
+struct Scratch {
+  Weights* weights;  // of all rows
+  float *partial, *tile;
+
+  Scratch(const AttentionTask& t, std::int64_t row, std::int64_t piece) {
+    const std::int64_t rows = t.num_tokens * t.group;
+    weights = (Weights*)t.scratch;
+    tile = t.scratch + (2 * rows + kLanes - 1) / kLanes * kLanes;
+    partial = tile;
+    if (t.piece >= 0) partial = t.partial + (piece * rows + row) * partial_floats(t.head_dim);
+    else tile += kQueryTile * partial_floats(t.head_dim);
+  }
+};
+
+// Attention of M consecutive rows to a piece: scores, softmax over each row's own positions, weighted sums of values.
 template <CacheType type, int M>
-void attend(const AttentionTask& t, std::int64_t row) {
+void attend(const AttentionTask& t, std::int64_t row, std::int64_t piece) {
   constexpr int kSums = M * CacheOf<type>::kDigits;
   constexpr int kAtOnce = M == 1 ? 4 : kSums <= (kWidth == 8 ? 2 : 8) ? 2 : 1;  // blocks
   constexpr int kWide = kWidth == 16 ? 16 / kSums : 4 / kSums;  // vectors of values whose sums fit in the registers
-  Queries<type, M> rows(t, row, (Unit*)t.scratch);
-  float* s = t.scratch + padded(t.head_dim) * M;  // (M, stride), from a multiple of kSpan on
+  const Scratch scratch(t, row, piece);
+  Queries<type, M> rows(t, row, piece, scratch.partial, (Unit*)scratch.tile);
+  if (rows.lowest >= rows.highest) return;
+  float* s = scratch.tile + padded(t.head_dim) * M;  // (M, stride), from a multiple of kSpan on
   const std::int64_t base = rows.lowest / kSpan * kSpan;
   const std::int64_t stride = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
   const std::int64_t blocks = (rows.highest + kBlock - 1) / kBlock;
@@ -343,31 +398,47 @@ void attend(const AttentionTask& t, std::int64_t row) {
   if constexpr (kWide >= 2)
     for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, base, d, prefetches);
   for (; d < t.head_dim; d += 16) mix<type, M, 1>(t, s, stride, rows, base, d, prefetches);
+  rows.join(t, row, scratch.weights);
 }
 
 #if defined(__AMX_TILE__)
 #include "attention_amx.h"
 #else
 template <CacheType type>
-std::int64_t attend_in_tiles(const AttentionTask&, std::int64_t) {
+std::int64_t attend_in_tiles(const AttentionTask&, std::int64_t, std::int64_t) {
   return 0;
 }
 #endif
 
 // Rows are processed in tiles of 8, 4, 3, 2 and 1, as many as fit in the registers of the instruction set.
 template <CacheType type>
-void attention_as(const AttentionTask& task) {
+void attend_rows(const AttentionTask& task, std::int64_t piece) {
   const std::int64_t rows = task.num_tokens * task.group;
-  std::int64_t i = attend_in_tiles<type>(task, rows);
+  std::int64_t i = attend_in_tiles<type>(task, rows, piece);
   if constexpr (kWidth == 16) {
-    for (; i + 8 <= rows; i += 8) attend<type, 8>(task, i);
+    for (; i + 8 <= rows; i += 8) attend<type, 8>(task, i, piece);
   }
   if constexpr (kWidth >= 8) {
-    for (; i + 4 <= rows; i += 4) attend<type, 4>(task, i);
-    if (i + 3 <= rows) attend<type, 3>(task, i), i += 3;
+    for (; i + 4 <= rows; i += 4) attend<type, 4>(task, i, piece);
+    if (i + 3 <= rows) attend<type, 3>(task, i, piece), i += 3;
   }
-  for (; i + 2 <= rows; i += 2) attend<type, 2>(task, i);
-  if (i < rows) attend<type, 1>(task, i);
+  for (; i + 2 <= rows; i += 2) attend<type, 2>(task, i, piece);
+  if (i < rows) attend<type, 1>(task, i, piece);
+}
+
+// The pieces to which rows of a task attend. A row's are those of the token alone.
+struct Pieces {
+  std::int64_t begin, end;
+  Pieces(const AttentionTask& t, std::int64_t first, std::int64_t last)  // tokens
+      : begin((t.start + first + 1 > t.window ? t.start + first + 1 - t.window : 0) / kPiece), end((t.start + last) / kPiece + 1) {}
+};
+
+// All rows attend to a piece while its keys and values are in a cache.
+template <CacheType type>
+void attention_as(const AttentionTask& task) {
+  const Pieces all(task, 0, task.num_tokens - 1);
+  if (task.piece >= all.begin && task.piece < all.end) return attend_rows<type>(task, task.piece);
+  for (std::int64_t p = all.begin; task.piece < 0 && p < all.end; ++p) attend_rows<type>(task, p);
 }
 
 void attention(const AttentionTask& task) {
@@ -375,5 +446,25 @@ void attention(const AttentionTask& task) {
     case CacheType::f32: return attention_as<CacheType::f32>(task);
     case CacheType::bf16: return attention_as<CacheType::bf16>(task);
     case CacheType::i8: return attention_as<CacheType::i8>(task);
+  }
+}
+
+void join(const AttentionTask& t) {
+  const std::int64_t rows = t.num_tokens * t.group, floats = partial_floats(t.head_dim);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const Pieces own(t, r / t.group, r / t.group);
+    float* const out = t.out + r / t.group * t.out_stride + r % t.group * t.head_dim;
+    Weights weights, more;
+    for (std::int64_t p = own.begin; p < own.end; ++p) {
+      const float *const from = t.partial + (p * rows + r) * floats, *const values = from + kLanes;
+      __builtin_memcpy(&more, from, sizeof more);
+      if (p > own.begin) {
+        add_piece(weights, out, more, values, t.head_dim, p + 1 == own.end);
+        continue;
+      }
+      weights = more;
+      const f32x16 share = broadcast(p + 1 == own.end ? 1.0f / weights.sum : 1.0f);
+      for (std::int64_t d = 0; d < t.head_dim; d += 16) store_first(out + d, load(values + d) * share, t.head_dim - d);
+    }
   }
 }

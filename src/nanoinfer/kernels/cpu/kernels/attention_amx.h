@@ -236,13 +236,15 @@ inline void tile_mix(const AttentionTask& t, AmxQueries<CacheType::i8>& rows, in
 }
 
 template <CacheType type>
-void attend_tile(const AttentionTask& t, std::int64_t row, int count) {
+void attend_tile(const AttentionTask& t, std::int64_t row, std::int64_t piece, int count) {
   using C = CacheOf<type>;
   const std::int64_t units = (t.head_dim + C::kUnit - 1) / C::kUnit;
   const std::int64_t floats = (units + kAmxUnits - 1) / kAmxUnits * C::kDigits * kAmxRows * kAmxUnits;
-  if (units % kAmxUnits) __builtin_memset(t.scratch, 0, floats * sizeof(float));  // dimensions that the head does not have
-  AmxQueries<type> rows(t, row, (Unit*)t.scratch, count);
-  float* s = t.scratch + floats;
+  const Scratch scratch(t, row, piece);
+  if (units % kAmxUnits) __builtin_memset(scratch.tile, 0, floats * sizeof(float));  // dimensions that the head does not have
+  AmxQueries<type> rows(t, row, piece, scratch.partial, (Unit*)scratch.tile, count);
+  if (rows.lowest >= rows.highest) return;
+  float* s = scratch.tile + floats;
   const std::int64_t base = rows.lowest / kSpan * kSpan, length = (rows.highest - base + kSpan - 1) / kSpan * kSpan;
   const std::int64_t stride = length + kLanes;  // rows lie in different sets of the first-level cache
   finish_stores();  // of the queries
@@ -256,18 +258,19 @@ void attend_tile(const AttentionTask& t, std::int64_t row, int count) {
   const std::int64_t vectors = padded(t.head_dim) / 16;
   for (std::int64_t v = 0; v < vectors; v += kWide)
     tile_mix(t, rows, count, s, base, stride, v, vectors - v < kWide ? vectors - v : kWide);
+  rows.join(t, row, scratch.weights, count);
 }
 
 // Compute the first of `rows` rows with tiles; return how many.
 template <CacheType type>
-std::int64_t attend_in_tiles(const AttentionTask& task, std::int64_t rows) {
+std::int64_t attend_in_tiles(const AttentionTask& task, std::int64_t rows, std::int64_t piece) {
   std::int64_t i = 0;
   if constexpr (type != CacheType::f32) {
     while (i < rows) {
       const std::int64_t count = rows - i < kAmxRows ? rows - i : kAmxRows;
       if (type == CacheType::i8 && count <= kFewRowsInt8) break;
       const AmxRegisters registers(64, count, type == CacheType::i8 ? 64 : kBlockUnits * 4);
-      for (; i + count <= rows; i += count) attend_tile<type>(task, i, (int)count);
+      for (; i + count <= rows; i += count) attend_tile<type>(task, i, piece, (int)count);
     }
   }
   return i;

@@ -21,6 +21,7 @@ constexpr std::int64_t kGroup = 64;
 constexpr std::int64_t kSmallGroup = 32;  // inputs of a scale of activations for the formats of GGUF files
 constexpr std::int64_t kBlock = 16;   // one vector of positions
 constexpr std::int64_t kSpan = 64;    // positions that share a scale of the weights of int8 values: whole blocks
+constexpr std::int64_t kPiece = 512;  // positions whose scores a tile of queries has at a time: whole spans, few enough for a first-level cache
 constexpr std::int64_t kQueryTile = 16;  // queries, of one or several heads, that share a pass over a sequence's keys
 
 // The formats of GGUF files (BlockFormat in layout.h).
@@ -141,6 +142,9 @@ struct StateUpdate {
 
 // One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
 // own position, the last `window` of them, with `group` heads of queries each.
+//
+// Positions from 512 p on are piece p. A row has a softmax of its own over each piece, and joins them in the order of the pieces, so
+// its result does not depend on how the pieces are shared among tasks.
 struct AttentionTask {
   CacheType type;
   std::int64_t head_dim;
@@ -156,10 +160,17 @@ struct AttentionTask {
   std::int64_t q_stride;
   float* out;                         // (num_tokens, out_stride), group * head_dim written
   std::int64_t out_stride;
-  float* scratch;                     // attention_scratch(head_dim, positions) floats
+  float* scratch;                     // attention_scratch(head_dim, num_tokens * group) floats
+  // Part of a sequence: compute this piece alone, and leave `out` to `join`; -1: all pieces.
+  std::int64_t piece = -1;
+  float* partial = nullptr;           // (pieces of the sequence, rows, partial_floats(head_dim)), where join finds them
 };
-constexpr std::int64_t attention_scratch(std::int64_t head_dim, std::int64_t positions) {  // queries and scores of a tile
-  return kQueryTile * ((head_dim + 63) / 64 * 64 + (positions + kSpan - 1) / kSpan * kSpan + kLanes);
+// What a row has of a piece: the origin of its weights (kernels/vec.h), their sum, and from kLanes on the sums of values.
+constexpr std::int64_t partial_floats(std::int64_t head_dim) { return kLanes + (head_dim + kLanes - 1) / kLanes * kLanes; }
+// Queries, scores and partial results of a tile, and two numbers of each row.
+constexpr std::int64_t attention_scratch(std::int64_t head_dim, std::int64_t rows) {
+  return kQueryTile * ((head_dim + 63) / 64 * 64 + kPiece + kLanes + partial_floats(head_dim)) +
+         (2 * rows + kLanes - 1) / kLanes * kLanes;
 }
 
 struct Kernels {
@@ -182,6 +193,8 @@ struct Kernels {
   void (*store_kv)(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
                    std::int64_t slot);
   void (*attention)(const AttentionTask& task);
+  // Join the results of all pieces of a task, which attention() has left in task.partial.
+  void (*join)(const AttentionTask& task);
   // Read n bytes (a multiple of 256, 64-byte aligned) and return a value that depends on all of them.
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t n);
   // Run `steps` steps of a weight type's products without memory traffic; return the multiplications and additions.

@@ -495,6 +495,9 @@ NI_INLINE f32x16 exp(f32x16 x) { return power_of_2(min(x * broadcast(1.44269504f
 // e^(x - most), where `from` is exp_from(most). The rounding of `from` is a factor that all weights of a softmax have in common.
 NI_INLINE f32x16 exp_from(f32x16 most) { return most * broadcast(-1.44269504f); }
 NI_INLINE f32x16 exp_below(f32x16 x, f32x16 from) { return power_of_2(fma(x, broadcast(1.44269504f), from)); }
+// The origin of the higher score, and what turns weights of origin `from` into those of `to`.
+NI_INLINE f32x16 higher(f32x16 a, f32x16 b) { return min(a, b); }
+NI_INLINE f32x16 exp_between(f32x16 from, f32x16 to) { return power_of_2(to - from); }
 #else
 // e^x to about 1 unit in the last place; x is clamped to [-87.3, 88.3].
 // Method and coefficients: Cephes expf (Moshier): x = n ln 2 + r, a polynomial for e^r, n added to the exponent.
@@ -516,6 +519,8 @@ NI_INLINE f32x16 exp(f32x16 x) {
 }
 NI_INLINE f32x16 exp_from(f32x16 most) { return most; }
 NI_INLINE f32x16 exp_below(f32x16 x, f32x16 from) { return exp(x - from); }
+NI_INLINE f32x16 higher(f32x16 a, f32x16 b) { return max(a, b); }
+NI_INLINE f32x16 exp_between(f32x16 from, f32x16 to) { return exp(from - to); }
 #endif
 
 // a / b for 1 <= b < 2^126, as 1 + exp(x) is. An instruction for the division of wide registers takes as long as ten others;

@@ -1,6 +1,7 @@
 #include "forward.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <numeric>
 
@@ -14,7 +15,8 @@ namespace nanoinfer {
 namespace {
 
 constexpr float kLeastRounded = 1e-5f;  // DecoderShape::rounded_inputs: the least magnitude that becomes 127
-constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: small enough to give every thread some items
+// Tokens of one attention item: few enough to give every thread kItems of them, many enough to share a pass over the keys.
+constexpr std::int64_t kQueryChunk = 64, kLeastQueryChunk = 8, kItems = 4;
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
@@ -30,7 +32,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   const DecoderShape& s = model.shape;
   x_stride_ = row_stride(s.n_embd);
   const bool recurrent = s.recurrence.rule != Rule::none;
-  std::int64_t qkv_dim = 0, head_dim = 0;  // the largest of all layers
+  std::int64_t qkv_dim = 0, group = 1;  // the largest of all layers
   std::int64_t attn_dim = std::max(s.values_dim(), s.recurrence.inner_dim());
   std::int64_t mlp_dim = std::max(s.shared_dim, s.per_layer_dim);
   for (const LayerShape& l : s.layers) {
@@ -38,14 +40,18 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
                                     (l.recurrent ? s.recurrence.width() : 0));
     attn_dim = std::max(attn_dim, l.attn_dim());
     mlp_dim = std::max(mlp_dim, l.mlp_dim);
-    head_dim = std::max(head_dim, l.head_dim);
+    if (!l.attends()) continue;
+    most_heads_ = std::max(most_heads_, l.n_head);
+    most_kv_heads_ = std::max(most_kv_heads_, l.n_kv_head);
+    most_head_dim_ = std::max(most_head_dim_, l.head_dim);
+    group = std::max(group, l.n_head / l.n_kv_head);
   }
   qkv_stride_ = row_stride(qkv_dim);
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
   const std::int64_t in = std::max({(1 + s.mtp) * s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
   input_stride_ = padded(in);
-  scratch_stride_ = padded(std::max(attention_scratch(head_dim, s.block_size), in));
+  scratch_stride_ = padded(std::max(attention_scratch(most_head_dim_, kQueryChunk * group), in));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
     angle_at_.push_back(angle_stride_);
@@ -187,15 +193,44 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
   block_rows_ = apart ? std::min(kernels_.block_rows, padded_rows((count + num_threads_ - 1) / num_threads_)) : 0;
   has_adapters_ = std::any_of(rows, rows + count, [](const Row& r) { return r.adapter != 0; });
   if (states_) states_->select(rows, count);
+  select_runs();
+}
+
+// Runs of rows, and the items of attention: those of a run that would take longer than a thread's share of all are the pieces of
+// its keys. The result does not depend on either.
+void ForwardPass::select_runs() {
   runs_.clear();
+  items_.clear();
   block_of_.clear();
-  for (std::int64_t from = 0; from < count;) {  // runs of rows of one sequence
+  if (most_kv_heads_ == 0) return;
+  const std::int64_t wanted = kItems * num_threads_;
+  const std::int64_t chunk = std::clamp(num_rows_ * most_kv_heads_ / wanted, kLeastQueryChunk, kQueryChunk);
+  const auto pieces_of = [this](const Run& run) { return (rows_[run.row + run.count - 1].position + kPiece) / kPiece; };
+  std::int64_t total = 0;
+  for (std::int64_t from = 0; from < num_rows_;) {
     std::int64_t to = from;
-    while (to < count && to - from < kQueryChunk && rows[to].handle == rows[from].handle)
-      block_of_.push_back(cache_.block(rows[to].handle, rows[to].position)), ++to;
-    runs_.push_back({cache_.blocks(rows[from].handle).data(), from, to - from});
+    while (to < num_rows_ && to - from < chunk && rows_[to].handle == rows_[from].handle)
+      block_of_.push_back(cache_.block(rows_[to].handle, rows_[to].position)), ++to;
+    runs_.push_back({cache_.blocks(rows_[from].handle).data(), from, to - from, 0});
+    total += most_kv_heads_ * pieces_of(runs_.back());
     from = to;
   }
+  std::size_t floats = 0;
+  pieces_left_.assign(runs_.size() * most_kv_heads_, 0);
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(runs_.size()); ++i) {
+    Run& run = runs_[i];
+    const std::int64_t pieces = pieces_of(run);
+    if (num_threads_ == 1 || pieces == 1 || pieces * wanted <= total) {
+      items_.push_back({i, -1});
+      continue;
+    }
+    run.pieces = pieces;
+    run.partial = floats;
+    floats += pieces * run.count * most_heads_ * partial_floats(most_head_dim_);
+    std::fill_n(pieces_left_.begin() + i * most_kv_heads_, most_kv_heads_, pieces);
+    for (std::int64_t p = 0; p < pieces; ++p) items_.push_back({i, p});
+  }
+  if (partial_.size() < floats) partial_.resize(floats);
 }
 
 // The layers up to the last one with keys and values of its own: the others make nothing that later steps need.
@@ -564,9 +599,9 @@ void ForwardPass::store(std::int64_t layer) {
 void ForwardPass::attend(std::int64_t layer) {
   const auto body = [this, layer](int rank, Range one) {
     const std::int64_t heads = model_.shape.layers[layer].n_kv_head;
-    attend_item(layer, runs_[one.begin / heads], one.begin % heads, scratch_ + rank * scratch_stride_);
+    attend_item(layer, items_[one.begin / heads], one.begin % heads, scratch_ + rank * scratch_stride_);
   };
-  const std::int64_t items = static_cast<std::int64_t>(runs_.size()) * model_.shape.layers[layer].n_kv_head;
+  const std::int64_t items = static_cast<std::int64_t>(items_.size()) * model_.shape.layers[layer].n_kv_head;
   add(&PartSeconds::attention, items, body, /*most=*/1);
 }
 
@@ -576,26 +611,35 @@ void ForwardPass::gate_attended(std::int64_t layer, std::int64_t row) const {
   kernels_.gate(attended_ + row * attended_stride_, z, l.attn_dim(), Gate::sigmoid);
 }
 
-void ForwardPass::attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const {
+void ForwardPass::attend_item(std::int64_t layer, const Item& item, std::int64_t head, float* scratch) {
   const DecoderShape& s = model_.shape;
+  const Run& run = runs_[item.run];
   const LayerShape& l = s.layers[layer];
   const std::int64_t group = l.n_head / l.n_kv_head, column = head * group * l.head_dim;
-  kernels_.attention({.type = cache_.type(),
-                      .head_dim = l.head_dim,
-                      .blocks = run.blocks,
-                      .offset = cache_.offset(layer, head),
-                      .start = rows_[run.row].position,
-                      .num_tokens = run.count,
-                      .group = group,
-                      .window = s.windows[layer] ? s.windows[layer] : s.block_size,
-                      .scale = l.scale,
-                      .softcap = s.attention_softcap,
-                       .sinks = s.sinks ? model_.layers[layer].sinks.data() + head * group : nullptr,
-                       .q = qkv_ + run.row * qkv_stride_ + column,
-                      .q_stride = qkv_stride_,
-                      .out = attended_ + run.row * attended_stride_ + column,
-                      .out_stride = attended_stride_,
-                      .scratch = scratch});
+  const AttentionTask task{.type = cache_.type(),
+                           .head_dim = l.head_dim,
+                           .blocks = run.blocks,
+                           .offset = cache_.offset(layer, head),
+                           .start = rows_[run.row].position,
+                           .num_tokens = run.count,
+                           .group = group,
+                           .window = s.windows[layer] ? s.windows[layer] : s.block_size,
+                           .scale = l.scale,
+                           .softcap = s.attention_softcap,
+                           .sinks = s.sinks ? model_.layers[layer].sinks.data() + head * group : nullptr,
+                           .q = qkv_ + run.row * qkv_stride_ + column,
+                           .q_stride = qkv_stride_,
+                           .out = attended_ + run.row * attended_stride_ + column,
+                           .out_stride = attended_stride_,
+                           .scratch = scratch,
+                           .piece = item.piece,
+                           .partial = partial_.data() + run.partial + run.pieces * run.count * head * group * partial_floats(l.head_dim)};
+  kernels_.attention(task);
+  if (item.piece < 0) return;
+  std::int64_t& left = pieces_left_[item.run * most_kv_heads_ + head];  // whoever computes the last piece joins all
+  if (std::atomic_ref(left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  kernels_.join(task);
+  left = run.pieces;  // of the next layer
 }
 
 void ForwardPass::finish() {

@@ -230,11 +230,17 @@ class ForwardPass {
     double PartSeconds::*part;
     std::function<void(int rank, Range rows)> body;
   };
-  struct Run {  // some rows of one sequence, whose attention is an item for each head of keys and values
+  struct Run {  // some rows of one sequence
     const std::uint8_t* const* blocks;
     std::int64_t row, count;
+    std::int64_t pieces;       // of keys that are items of their own for each head of keys and values; 0: they are one item
+    std::size_t partial = 0;   // where the results of its pieces begin
+  };
+  struct Item {  // of attention, for each head of keys and values
+    std::int64_t run, piece;   // -1: all
   };
   void select(const Row* rows, std::int64_t count);
+  void select_runs();
   std::int64_t layers_with_keys() const;
   std::int64_t keep_rows_with_hidden(ThreadPool& threads, const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
@@ -286,7 +292,7 @@ class ForwardPass {
                     F&& f) const;
   void project(const float* x, std::int64_t stride, const Matrix& next, Range rows);
   const float* added(const Matrix& w, std::int64_t first, std::int64_t stride, Range rows, Range panels);
-  void attend_item(std::int64_t layer, const Run& run, std::int64_t head, float* scratch) const;
+  void attend_item(std::int64_t layer, const Item& item, std::int64_t head, float* scratch);
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, Range rows) const;
 
   const ModelWeights& model_;
@@ -308,6 +314,9 @@ class ForwardPass {
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Row> kept_;                             // of `keep_rows_with_hidden`
   std::vector<Run> runs_;
+  std::vector<Item> items_;
+  std::vector<std::int64_t> pieces_left_;             // (runs, heads of keys and values), of runs in pieces
+  std::vector<float> partial_;                        // AttentionTask::partial
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
   std::vector<Phase> phases_;                         // of the step
   std::int64_t block_rows_ = 0;  // that a thread takes through all steps up to the next attention; 0: threads share panels
@@ -318,6 +327,7 @@ class ForwardPass {
   std::unique_ptr<RecurrentLayers> states_;           // of models with recurrent layers
   bool read_experts_ahead_ = false;
   std::int64_t inputs_stride_ = 0;
+  std::int64_t most_heads_ = 0, most_kv_heads_ = 0, most_head_dim_ = 0;  // of all layers
   Buffer inputs_memory_;                              // of models with per-layer embeddings:
   float* inputs_ = nullptr;                           // (max_rows_, stride), per_layer_dim for each layer
   Adapters adapters_;
