@@ -52,14 +52,11 @@ class Sink:
     def __init__(self, takes: Callable[[int], bool] = lambda output: True, failing: int | None = None) -> None:
         self.takes, self.failing, self.ready, self.taken = takes, failing, True, list[int]()
 
-    def is_ready(self) -> bool:
-        return self.ready
-
-    def write(self, found: Found) -> bool:
+    def __call__(self, found: Found) -> bool:
         outputs = [cast(int, output) for _, output in found]
         if self.failing in outputs:
             raise ValueError("cannot be written")
-        if all(map(self.takes, outputs)):
+        if self.ready and all(map(self.takes, outputs)):
             self.taken += outputs
             return True
         return False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Protocol
 
 from nanoinfer.entrypoints.async_engine import AsyncEngine, AsyncRequest
 from nanoinfer.entrypoints.chat import AnswerReader
@@ -109,16 +108,6 @@ Found = list[tuple[int, RequestOutput]]
 Observe = Callable[[Sequence[tuple[int, RequestOutput, bool]]], None]
 
 
-class Sink(Protocol):
-    """Takes outputs in the turn of the event loop in which they arrive."""
-
-    def is_ready(self) -> bool:
-        """Return whether it takes outputs now."""
-
-    def write(self, found: Found) -> bool:
-        """Take outputs, or return False: the task that reads the streams gets them."""
-
-
 class MergedStreams(AsyncIterator[Found]):
     """Yields, when there are new outputs, those of all streams: pairs of a stream's index and its output.
 
@@ -130,8 +119,9 @@ class MergedStreams(AsyncIterator[Found]):
         observe: is called with new outputs: the stream's index, its output, and whether it is the last.
     """
 
-    sink: Sink | None = None
-    """Takes outputs while the task waits for the next ones."""
+    sink: Callable[[Found], bool] | None = None
+    """Takes outputs in the turn of the event loop in which they arrive while the task waits for the next ones, or
+    returns False: the task gets them."""
 
     def __init__(
         self,
@@ -174,10 +164,10 @@ class MergedStreams(AsyncIterator[Found]):
 
     def _wake(self) -> None:
         """Give what has arrived to the sink, or wake the task."""
-        if self._waiting and self.sink is not None and self._error is None and not self._left and self.sink.is_ready():
+        if self._waiting and self.sink is not None and self._error is None and not self._left:
             try:
                 outputs = self._take_ready()
-                if any(self._open[i].unread for i, _ in outputs) or not self.sink.write(outputs):
+                if any(self._open[i].unread for i, _ in outputs) or not self.sink(outputs):
                     self._left = outputs
                 else:
                     self._report(outputs)

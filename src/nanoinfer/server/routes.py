@@ -307,27 +307,6 @@ async def _answer(
     await service.bodies.respond(send, document, num_values(request, every))
 
 
-class _Direct:
-    """Writes the chunks of new outputs to the connection, in the turn of the event loop in which the outputs arrive.
-
-    Args:
-        writer: of the response.
-        connection: of the client.
-    """
-
-    def __init__(self, writer: Any, connection: ChunkedConnection) -> None:
-        self._writer, self._connection = writer, connection
-        self.is_ready = connection.is_writable
-
-    def write(self, new: Found) -> bool:
-        """Write chunks, unless they are large."""
-        if self._writer.num_values(new) > LARGE_VALUES:
-            return False
-        if chunks := self._writer.write(new):
-            self._connection.write_chunk(chunks)
-        return True
-
-
 async def _stream(
     service: Service,
     shape: Shape,
@@ -344,6 +323,14 @@ async def _stream(
     """
     writer = shape.writer(request, service.reply(request_id, request.model))
     started = False
+
+    def write_at_once(new: Found) -> bool:
+        if connection is None or not connection.is_writable() or writer.num_values(new) > LARGE_VALUES:
+            return False
+        if chunks := writer.write(new):
+            connection.write_chunk(chunks)
+        return True
+
     try:
         async for new in merged:
             if not started:
@@ -353,8 +340,7 @@ async def _stream(
                 await service.bodies.send(send, writer.events(new))
             elif chunks := writer.write(new):
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
-            if merged.sink is None and connection is not None:
-                merged.sink = _Direct(writer, connection)
+            merged.sink = write_at_once
     except NanoinferError as e:
         if not started:
             raise
