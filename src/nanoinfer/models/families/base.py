@@ -1,6 +1,6 @@
 """A family of models: the fields of its config.json, read and written, and the names of its tensors.
 
-A family is a constant in the file of its lineage, with a docstring, and a member of `FAMILIES` (__init__.py).
+A family is a constant in the file of its lineage, with a docstring; `FAMILIES` (__init__.py) has those of all files.
 docs/adding-a-family.md goes through one. The source of each is transformers, models/MODEL_TYPE (without "_text").
 """
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.config import LayerKind, ModelConfig
-from nanoinfer.models.families.base import Biases, Family, interleaved, within_heads
-from nanoinfer.models.families.fields import Fields, partial_fields, rotated, window_fields
+from nanoinfer.config import BIASES as EVERYWHERE
+from nanoinfer.config import Experts, LayerKind, ModelConfig
+from nanoinfer.models.families import experts
+from nanoinfer.models.families.base import FOLDED_HEADS, Biases, Family, interleaved, within_heads
+from nanoinfer.models.families.fields import Fields, partial_fields, rope_fields, rotated, window_fields
 
 ATTENTION_BIAS: Biases = {"attention_bias": (("qkv", "proj"), False)}
 BIASES: Biases = {**ATTENTION_BIAS, "mlp_bias": (("mlp",), False)}
@@ -240,3 +243,181 @@ STABLELM = LLAMA.derive(
 )
 """StableLM: layer norms, a gated MLP, rotary positions on a share of each head; StableLM 2 12B: also a layer norm of
 each head of queries and keys, with weights of its own."""
+
+
+def _read_phi(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    layers = rotated(f, config, share=("partial_rotary_factor", 0.5))
+    return layers | {"qk_norm": "head" if f.flag("qk_layernorm", False) else "none"}
+
+
+PHI = LLAMA.derive(
+    "phi",
+    "PhiForCausalLM",
+    {"layer_norm_eps": ("norm_epsilon", 1e-5)},
+    {
+        "ln_f": "model.final_layernorm",
+        "attn.c_proj": "self_attn.dense",
+        "attn.q_norm": "self_attn.q_layernorm",
+        "attn.k_norm": "self_attn.k_layernorm",
+        "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+    },
+    {"norm_placement": "shared", "parallel_residual": True, "head_bias": True},
+    defaults={"hidden_act": "gelu_new"},
+    without=("head_dim", "rms_norm_eps", "ln_2", "mlp.c_gate", "norm", "gated_mlp"),
+    biased=EVERYWHERE,
+    harmless=("resid_pdrop", "embd_pdrop", "rotary_dim"),
+    read_layers=_read_phi,
+    write_layers=lambda config: partial_fields(config) | {"qk_layernorm": config.qk_norm == "head"},
+)
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one layer norm, biases everywhere, the head included.
+"""
+
+GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+_CONTEXT = "original_max_position_embeddings"
+
+
+def _read_phi3(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    windows = [f.window("sliding_window", None)] * config.n_layer
+    return rotated(f, config, windows, share=("partial_rotary_factor", 1.0), original=4096)
+
+
+def _write_phi3(config: ModelConfig) -> dict[str, Any]:
+    rotary = config.layer(0).rotary
+    scaled = rotary is not None and rotary.scaling != "none"
+    context = {_CONTEXT: rotary.original_context} if rotary is not None and scaled else {}
+    return partial_fields(config) | context | {"sliding_window": config.layer(0).window}
+
+
+PHI3 = LLAMA.derive(
+    "phi3",
+    "Phi3ForCausalLM",
+    names={"attn.c_attn": "self_attn.qkv_proj"},
+    defaults={"rms_norm_eps": 1e-5},
+    without=("head_dim",),
+    only={"attention_bias": (False,)},
+    harmless=("resid_pdrop", "embd_pdrop"),
+    read_layers=_read_phi3,
+    write_layers=_write_phi3,
+    fused=GATE_UP,
+    written=False,
+)
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with joined matrices, and divisors of the frequencies for long contexts."""
+
+GLM = LLAMA.derive(
+    "glm",
+    "GlmForCausalLM",
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 0.00000015625},
+    biases={"attention_bias": (("qkv",), True)},
+    read_layers=partial(rotated, share=("partial_rotary_factor", 0.5)),
+    write_layers=partial_fields,
+    order=interleaved,
+    fused=GATE_UP,
+    written=False,
+)
+"""GLM-4 of 2024 and GLM-Edge: Llama with half of each head rotated, adjacent dimensions in pairs."""
+
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    names={**GLM.names, "post_1": "post_self_attn_layernorm", "post_2": "post_mlp_layernorm"},
+    fixed={**GLM.fixed, "norm_placement": "both"},
+)
+"""GLM-4 of 2025 (0414): norms on both sides, half of each head rotated, adjacent dimensions in pairs."""
+
+COHERE = LLAMA.derive(
+    "cohere",
+    "CohereForCausalLM",
+    {"layer_norm_eps": ("norm_epsilon", 1e-5), "logit_scale": ("final_scale", 0.0625)},
+    QK_NORM,
+    defaults={"tie_word_embeddings": True},
+    fixed={"norm": "layer", "norm_placement": "shared", "parallel_residual": True},
+    without=("head_dim", "rms_norm_eps", "ln_2"),
+    biases=ATTENTION_BIAS,
+    read_layers=lambda f, config: (
+        rotated(f, config, theta=500000.0) | {"qk_norm": "heads" if f.flag("use_qk_norm", False) else "none"}
+    ),
+    write_layers=lambda config: rope_fields(config) | {"use_qk_norm": config.qk_norm == "heads"},
+    order=interleaved,
+    folded=FOLDED_HEADS,
+)
+"""Command R: attention and MLP in parallel after one layer norm, a factor of the logits, adjacent dimensions rotated;
+Command R+: also a layer norm of each head of queries and keys, with weights of its own."""
+
+
+def _read_cohere2(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    pattern = f.integer("sliding_window_pattern", 4)
+    windows = f.windows(config.n_layer, f.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
+    rotary = f.rotary(config)
+    return {"layers": tuple(LayerKind(w, None if w is None else rotary) for w in windows)}
+
+
+def _write_cohere2(config: ModelConfig) -> dict[str, Any]:
+    fields = window_fields(config)
+    if fields["sliding_window"] is None:  # null is not a window to transformers
+        del fields["sliding_window"]
+    return fields
+
+
+COHERE2 = COHERE.derive(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    {"head_dim": ("head_size", None)},
+    biases=ATTENTION_BIAS,
+    only={
+        "use_qk_norm": (False,),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+        "position_embedding_type": ("rope_gptj",),
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "rotary_pct": (1.0,),
+    },
+    harmless=("use_parallel_embedding",),
+    read_layers=_read_cohere2,
+    write_layers=_write_cohere2,
+    order=interleaved,
+)
+"""Command R7B: Command R whose every fourth layer is global and has no positions."""
+
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _read_gpt_oss(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    if f.get("rope_parameters") is None and f.get("rope_scaling") is None:
+        f.raw = {**f.raw, "rope_scaling": _YARN}
+    windows = f.windows(config.n_layer, f.window("sliding_window", 128), lambda i: i % 2 == 0)
+    width, chosen = f.get("intermediate_size", 2880), f.get("num_experts_per_tok", 4)
+    mixture = Experts(experts.num_experts(f, 128), chosen, width, normalize=True, bias=True)
+    return experts.with_experts(rotated(f, config, windows, theta=150000.0), mixture)
+
+
+def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    fields = window_fields(config) | experts.width_fields(config)
+    del fields["use_sliding_window"]
+    return fields | {"rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
+
+
+GPT_OSS = LLAMA.derive(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    names=experts.NAMES | {"attn.sinks": "self_attn.sinks", "mlp.router": "mlp.router"},
+    fixed={"activation": "clamped_silu", "sinks": True},
+    defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+    without=("intermediate_size", "hidden_act"),
+    biases={"attention_bias": (("qkv", "proj"), True)},
+    only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    harmless=(*experts.HARMLESS, "experts_per_token", "initial_context_length"),
+    read_layers=_read_gpt_oss,
+    write_layers=_write_gpt_oss,
+    transposed=frozenset(experts.STACKED),
+    fused=experts.STACKED,
+    written=False,
+    alternating=True,
+)
+"""gpt-oss: experts with biases and a clamped gate, sinks in attention, windows in every other layer.
+
+Source, too: the model card (arXiv 2508.10925)."""
