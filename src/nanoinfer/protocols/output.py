@@ -246,6 +246,7 @@ class ChunkWriter(StreamWriter):
         self._head = f'data: {begin[:-1]},"choices":['
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
+        self._num_prompts = 1 if request.chat else len(request.prompts)
         self._begins = request.chat or request.echo or request.return_token_ids
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
         self._num_output = self._num_cached = 0
@@ -254,8 +255,7 @@ class ChunkWriter(StreamWriter):
 
     def num_values(self, new: Outputs) -> int:
         """Return about how many numbers and strings the chunks of new outputs have; 0 if a token has few."""
-        num_prompts = 1 if self._request.chat else len(self._request.prompts)
-        if self._request.params.logprobs is None and len(self._num_prompt) == num_prompts:
+        if self._request.params.logprobs is None and len(self._num_prompt) == self._num_prompts:
             return 0
         begun = [output for i, output in new if i not in self._num_prompt]
         return num_values(self._request, [output for _, output in new], begun)
