@@ -340,7 +340,7 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_attention_over_several_spans_and_pieces_is_the_same_in_any_company(isa: str, cache: str, window: int) -> None:
-    """Spans of 64 positions share a scale of int8 weights, pieces of 512 a softmax: no other row of a tile changes them."""
+    """Spans of 64 positions share a scale of int8 weights, pieces of 512 a softmax: no other row changes them."""
     T, D = 1100, 24
     q, k, v = random((T, D), 1, 3.0), random((T, D), 2), random((T, D), 3)
     options = {"k": k, "v": v, "cache": cache, "window": window, "isa": isa}
@@ -351,7 +351,8 @@ def test_attention_over_several_spans_and_pieces_is_the_same_in_any_company(isa:
     got = _native.attention(q=q, start=0, **options)
     atol = 1e-4 + weight_error(v, cache)
     np.testing.assert_allclose(got, share / share.sum(1, keepdims=True) @ cached(v, cache), atol=atol, rtol=1e-4)
-    for start, end in [(t, t + 1) for t in range(0, T, 37)] + [(60, 66), (100, 210), (127, 131), (507, 517), (1023, 1026), (900, T)]:
+    several = [(60, 66), (100, 210), (127, 131), (507, 517), (1023, 1026), (900, T)]
+    for start, end in [(t, t + 1) for t in range(0, T, 37)] + several:
         assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end]), (start, end)
 
 
