@@ -252,6 +252,17 @@ def test_rotate(isa: str, half: int, n: int) -> None:
     assert np.array_equal(got[:, 2 * half :], rest)
 
 
+@pytest.mark.parametrize("n", [1, 2, 6, 8, 16, 80, 96, 128, 512])
+@pytest.mark.parametrize("isa", ISAS)
+def test_hadamard(isa: str, n: int) -> None:
+    p = n & -n  # the largest power of two that divides n
+    signs = np.array([[1 - 2 * ((i & j).bit_count() % 2) for j in range(p)] for i in range(p)])
+    x = random((5, n), 0)
+    got = _native.hadamard(x, isa=isa)
+    np.testing.assert_allclose(got, x @ np.kron(np.eye(n // p), signs) / math.sqrt(p), atol=1e-5)
+    assert np.array_equal(got, _native.hadamard(x, isa="scalar"))
+
+
 def rounded(x: Array, cache: str, most: int) -> Array:
     """Rows (T, D) in the type of a cache; int8: integers of at most `most`, with a float32 scale for each row."""
     if cache == "float32":

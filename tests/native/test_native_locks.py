@@ -180,6 +180,7 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "fastest_isa": lambda: _native.fastest_isa(),
     "instruction_sets": lambda: _native.instruction_sets(),
     "multiply": lambda: _native.multiply(weights=ONES, bias=None, x=ONES, format="int8"),
+    "hadamard": lambda: _native.hadamard(ONES),
     "norm": lambda: _native.norm(x=ONES, weight=ONES[0], bias=ONES[0], eps=1e-5),
     "packed_size": lambda: _native.packed_size(format="int8", rows=3, columns=4),
     "rotate": lambda: _native.rotate(x=ONES, cos=ONES[0, :4], sin=ONES[0, :4]),

@@ -134,6 +134,14 @@ Array2 rotate(Floats2 x, Floats1 cos, Floats1 sin, const std::string& isa) {
   return to_numpy(to, rows, n, n);
 }
 
+Array2 hadamard(Floats2 x, const std::string& isa) {
+  const std::int64_t rows = size(x, 0), n = size(x, 1);
+  require(rows > 0 && n > 0, "x must have at least one row and one column");
+  std::vector<float> to(x.data(), x.data() + rows * n);
+  kernels_for(isa).hadamard(to.data(), rows * n, n);
+  return to_numpy(to, rows, n, n);
+}
+
 // One head of keys and values of one sequence, with group heads of queries: q (Tq, group * D). Blocks are initialized
 // with NaN (all bits set), which no query may read; keys and values before the first window stay NaN too.
 Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache, std::int64_t group,
@@ -189,6 +197,8 @@ void bind_kernels(nb::module_& m) {
         "For tests: norm of the rows of x, layer or rms.");
   m.def("rotate", &rotate, nb::kw_only(), "x"_a, "cos"_a, "sin"_a, "isa"_a = "",
         "For tests: the rows of x with the pairs (i, i + half) rotated.");
+  m.def("hadamard", &hadamard, "x"_a, "isa"_a = "",
+        "For tests: the rows of x multiplied by a Hadamard matrix, as those of the KV cache in 8 and 4 bits are.");
   m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "group"_a = 1,
         "window"_a = 0, "scale"_a = 0.0f, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "isa"_a = "",
         "For tests: one head of keys and values (T, D) in blocks, group heads of queries (Tq, group * D) at positions"

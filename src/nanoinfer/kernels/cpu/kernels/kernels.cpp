@@ -48,7 +48,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
 #define NI_TEXT_OF(name) #name
 #define NI_TEXT(name) NI_TEXT_OF(name)
 extern const Kernels kKernels;
-const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), kBlockRows, matmul, prepare, norm, rotate, store_kv, attention, join, read,
+const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), kBlockRows, matmul, prepare, norm, rotate, hadamard, store_kv, attention, join, read,
                           peak, project, expand, convolve, gate, update_state};
 
 }  // namespace NANOINFER_ISA

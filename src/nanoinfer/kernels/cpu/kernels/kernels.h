@@ -189,6 +189,8 @@ struct Kernels {
   void (*norm)(Norm norm, const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y);
   // Rotate pairs (x[i], x[i + half]) by angles with these cosines and sines, (half) each, in place.
   void (*rotate)(float* x, const float* cos, const float* sin, std::int64_t half);
+  // Multiply each `width` of n numbers, a multiple of it, by a Hadamard matrix, in place, which is its own inverse.
+  void (*hadamard)(float* x, std::int64_t n, std::int64_t width);
   // Store one position's key and value, D floats each, at index `slot` of a head's part of a block.
   void (*store_kv)(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
                    std::int64_t slot);

@@ -294,3 +294,42 @@ void rotate(float* x, const float* cos, const float* sin, std::int64_t half) {
     store_first(x + half + k, b * c + a * s, n);
   }
 }
+
+// Multiply each `width` of n numbers by a Hadamard matrix whose columns have length 1, in place; if width is not a power of two, p, parts
+// of the largest p that divides it. The matrix is its own inverse. Sums have the same order on every instruction set.
+struct Signs {
+  float of[16][16];
+  constexpr Signs() : of() {
+    for (int i = 0; i < 16; ++i)
+      for (int j = 0; j < 16; ++j) of[i][j] = __builtin_parity(i & j) ? -1.0f : 1.0f;
+  }
+};
+alignas(64) constexpr Signs kSigns;
+
+void hadamard(float* x, std::int64_t n, std::int64_t width) {
+  const std::int64_t p = width & -width;
+  const float factor = 1.0f / __builtin_sqrtf((float)p);
+  if (p < 16) {
+    for (std::int64_t stride = 1; stride < p; stride *= 2)
+      for (std::int64_t i = 0; i < n; ++i)
+        if (!(i & stride)) {
+          const float a = x[i], b = x[i + stride];
+          x[i] = a + b, x[i + stride] = a - b;
+        }
+    for (std::int64_t i = 0; i < n; ++i) x[i] *= factor;
+    return;
+  }
+  for (std::int64_t stride = 16; stride < p; stride *= 2)
+    for (std::int64_t i = 0; i < n; i += 2 * stride)
+      for (std::int64_t j = i; j < i + stride; j += 16) {
+        const f32x16 a = load(x + j), b = load(x + j + stride);
+        store(x + j, a + b);
+        store(x + j + stride, a - b);
+      }
+  for (std::int64_t i = 0; i < n; i += 16) {
+    f32x16 y[2] = {broadcast(0.0f), broadcast(0.0f)};
+    NI_UNROLL(8) for (int l = 0; l < 16; l += 2)
+      for (int j = 0; j < 2; ++j) y[j] = fma(broadcast(x[i + l + j]), load(kSigns.of[l + j]), y[j]);
+    store(x + i, (y[0] + y[1]) * broadcast(factor));
+  }
+}

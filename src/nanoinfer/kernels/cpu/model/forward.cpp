@@ -584,11 +584,14 @@ void ForwardPass::store(std::int64_t layer) {
     float *k = qkv_ + r * qkv_stride_ + l.attn_dim(), *v = k + l.kv_dim();
     if (l.num_projections == 2) std::copy(k, v, v);  // before keys are normalised and rotated
     position_queries_and_keys(layer, r);
+    if (cache_.is_rotated()) kernels_.hadamard(qkv_ + r * qkv_stride_, l.attn_dim(), l.head_dim);
     if (l.num_projections == 1) return;
     for (std::int64_t h = 0; h < l.n_kv_head; ++h, k += l.head_dim, v += l.head_dim) {
       if (l.value_norm)
         kernels_.norm(Norm::rms, v, model_.value_norm.weight.data(), model_.value_norm.bias.data(), l.head_dim,
                       model_.shape.epsilon, v);
+      if (cache_.is_rotated())
+        for (float* x : {k, v}) kernels_.hadamard(x, l.head_dim, l.head_dim);
       kernels_.store_kv(cache_.type(), k, v, l.head_dim, block_of_[r] + cache_.offset(layer, h),
                         rows_[r].position % kBlock);
     }
@@ -635,11 +638,14 @@ void ForwardPass::attend_item(std::int64_t layer, const Item& item, std::int64_t
                            .piece = item.piece,
                            .partial = partial_.data() + run.partial + run.pieces * run.count * head * group * partial_floats(l.head_dim)};
   kernels_.attention(task);
-  if (item.piece < 0) return;
-  std::int64_t& left = pieces_left_[item.run * most_kv_heads_ + head];  // whoever computes the last piece joins all
-  if (std::atomic_ref(left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  kernels_.join(task);
-  left = run.pieces;  // of the next layer
+  if (item.piece >= 0) {
+    std::int64_t& left = pieces_left_[item.run * most_kv_heads_ + head];  // whoever computes the last piece joins all
+    if (std::atomic_ref(left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    kernels_.join(task);
+    left = run.pieces;  // of the next layer
+  }
+  for (std::int64_t r = run.row; cache_.is_rotated() && r < run.row + run.count; ++r)
+    kernels_.hadamard(attended_ + r * attended_stride_ + column, group * l.head_dim, l.head_dim);
 }
 
 void ForwardPass::finish() {
