@@ -415,5 +415,5 @@ def test_a_proposal_takes_no_block_from_the_rest_of_the_step() -> None:
     proposals = StepProposals({work[0].sequence: Proposal([1, 2])})
     drop_without_blocks(engine, work[:1], proposals)
     assert list(proposals.proposals) == [work[0].sequence]
-    drop_without_blocks(engine, work[:1], proposals, work[1:])
+    drop_without_blocks(engine, work, proposals)
     assert proposals.proposals == {}

@@ -98,7 +98,7 @@ def test_every_proposal_of_a_block_that_is_right_is_accepted(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ["native", "static"])
 def test_tokens_are_those_without_a_draft(engine: str, case: str, folder_of) -> None:  # type: ignore[no-untyped-def]
-    """Chunked prompts of unequal lengths, samples, shared prefixes, windows that slide, and adaptive k."""
+    """Chunked prompts of unequal lengths, samples, shared prefixes, windows that slide, adaptive k, embeddings."""
     folder = str(folder_of(case).folder)
     options = {"engine": engine, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 12}
     plain, fixed, adaptive = (
@@ -115,6 +115,11 @@ def test_tokens_are_those_without_a_draft(engine: str, case: str, folder_of) -> 
         expected = tokens_of(plain, prompts, params)
         assert [tokens_of(llm, prompts, params) for llm in (fixed, adaptive)] == [expected] * 2
     assert fixed.generate(PROMPTS, GREEDY)[0].metrics.speculation.num_proposed > 20
+    expected = [o.outputs.values for o in plain.embed(longer)]
+    _, stream = fixed.stream_outputs(PROMPTS[:1], GREEDY)  # whose steps keep the hidden states of all tokens
+    next(stream)
+    found = [o.outputs.values for o in fixed.embed(longer)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_preempted_sequences_propose_again(folder_of, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -23,7 +23,6 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar, cast
-from weakref import WeakKeyDictionary
 
 from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.beam_search import BeamSearches
@@ -40,7 +39,7 @@ from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, num_prefill, sampling_sequences
-from nanoinfer.speculative.speculator import Speculator, by_speculator
+from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils import processes
 
@@ -67,8 +66,7 @@ class Core:
         tokenizer: decodes tokens; None: outputs have token ids only.
         vocab_size: number of tokens that may be sampled; larger ids have no text.
         clock: returns seconds; tests pass a fake one.
-        speculator: proposes tokens to verify; None: every step samples one token. A request keeps the speculator that
-            is set when it is submitted.
+        speculator: proposes tokens to verify; None: every step samples one token.
         overlap: launches a step before the tokens of the previous one are read; None: tokens are read in each step.
         adapters: loads those of requests; None: requests have none.
     """
@@ -95,8 +93,7 @@ class Core:
         self.stored: StoredPrefixes | None = None
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
-        self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
-        self.outputs = OutputProcessor(tokenizer, self._speculators, clock)
+        self.outputs = OutputProcessor(tokenizer, clock)
         self._beams = BeamSearches(scheduler)
         self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.outputs.add_logprobs, clock)
         self._lock = processes.step_lock()
@@ -177,8 +174,6 @@ class Core:
         self.scheduler.add(*requests)
         for request in requests:
             self.outputs.add(request)
-            if self.speculator is not None and request.samples:
-                self._speculators[request] = self.speculator
             if self._overlap is not None:
                 self._overlap.add(request)
 
@@ -206,6 +201,16 @@ class Core:
         if self.stored is None:
             raise NanoinferError("there is no prefix_cache_file: name one when the model is loaded")
         return self.between_steps(self.stored.save)
+
+    def set_speculator(self, speculator: Speculator | None) -> None:
+        """Let another drafter propose tokens from the next step on, or none."""
+
+        def change() -> None:
+            if self.speculator is not None:
+                self.speculator.reset()
+            self.speculator = speculator
+
+        self.between_steps(lambda: self._guarded(change))
 
     @property
     def unfinished(self) -> bool:
@@ -244,9 +249,10 @@ class Core:
                         deltas = self._step_ahead(launches)
                     else:  # schedule, run, postprocess
                         start, scheduled = self.clock(), self._schedule()
-                        for step in self._split(scheduled):
+                        if scheduled:
+                            step = Step(scheduled, self.speculator)
                             tokens = self._steps.run(step, self.observer)
-                            deltas += self._postprocess(step.work, tokens, step.faults)
+                            deltas = self._postprocess(scheduled, tokens, step.faults)
                         seconds = self.clock() - start
                         self.scheduler.prefill_limit.note(num_prefill(scheduled), seconds)
                         self.observer.stepped(seconds)
@@ -260,19 +266,10 @@ class Core:
             time.sleep(HAND_OVER_SEC)
         return deltas
 
-    def _split(self, scheduled: list[ScheduledSequence]) -> list[Step]:
-        """Return the parts of a step: one for each speculator."""
-        groups = by_speculator(scheduled, self._speculators)
-        return [
-            Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
-            for i, (speculator, work) in enumerate(groups)
-        ]
-
     def _may_launch(self) -> bool:
         """Return whether the next step can be launched before the tokens of the previous one are read."""
-        if self._overlap is None or self.observer.reads_logits or any(not r.finished for r in self._speculators):
-            return False
-        return self._overlap.may_run()
+        ahead = self._overlap is not None and not self.observer.reads_logits and self.speculator is None
+        return ahead and cast(OverlapScheduler, self._overlap).may_run()
 
     def _step_ahead(self, launches: bool) -> list[Delta]:
         """Schedule and launch if `launches`, then postprocess the step before (overlap.py)."""
@@ -366,8 +363,8 @@ class Core:
         self._in_flight = None
         self.outputs.end()
         self.engine.reset()
-        for speculator in {*self._speculators.values()}:
-            speculator.reset()
+        if self.speculator is not None:
+            self.speculator.reset()
         if self._overlap is not None:
             self._overlap.reset()
         self._end()
@@ -425,7 +422,7 @@ class Core:
 
     def _forget(self, s: Sequence) -> None:
         """Free what drafter and device sampler have for a sequence."""
-        if (speculator := self._speculators.get(s.request)) is not None:
-            speculator.forget(s)
+        if self.speculator is not None:
+            self.speculator.forget(s)
         if self._overlap is not None:
             self._overlap.forget(s)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
-from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.speculative.speculator import SpecStats, Speculator
+from nanoinfer.scheduling.sequence import Request, Sequence, SpecStats
 from nanoinfer.tokenizers.tokenizer import MISSING, Tokenizer, decode
 
 
@@ -44,14 +43,11 @@ class OutputProcessor:
 
     Args:
         tokenizer: decodes the tokens of log-probabilities; None: they have no text.
-        speculators: of requests with a draft.
         clock: the core's.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, speculators: Mapping[Request, Speculator], clock: Callable[[], float]
-    ) -> None:
-        self._tokenizer, self._speculators, self._clock = tokenizer, speculators, clock
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self._tokenizer, self._clock = tokenizer, clock
         self._open: dict[Request, None] = {}
         """Requests that have not got their output."""
 
@@ -101,8 +97,8 @@ class OutputProcessor:
             )
             for i, s in enumerate(_returned(request))
         ]
-        stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
-        return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, self._clock())
+        lengths = [s.num_output_tokens for s in request.sequences]
+        return assemble(request, outputs, lengths, request.speculation, self._clock())
 
 
 def accepted(s: Sequence, first: int, end: int) -> list[bool] | None:

@@ -66,12 +66,10 @@ class Observer:
 
 @dataclass
 class Step:
-    """The part of a step that one speculator proposes for, or none."""
+    """The work of a step, and who proposes for it."""
 
     work: list[ScheduledSequence]
     speculator: Speculator | None = None
-    later: list[ScheduledSequence] = field(default_factory=list)
-    """The rest of the scheduler's step, which the engine processes afterwards."""
     proposed: StepProposals = field(default_factory=StepProposals)
     is_masked: bool = False
     """Whether a sequence has a grammar, which permits some tokens only."""
@@ -123,7 +121,7 @@ class StepRunner:
         """
         propose(step)
         if step.proposed.proposals:
-            drop_without_blocks(self._engine, step.work, step.proposed, step.later)
+            drop_without_blocks(self._engine, step.work, step.proposed)
         rows = step.proposed.resolve(step.work)
         start = self._clock()
         batch = batch_of(step.work, step.proposed)
@@ -133,7 +131,7 @@ class StepRunner:
         if step.speculator is not None and batch.all_hidden:
             step.speculator.observe(step.work, self._engine, batch)
         with observer.span(SAMPLER):
-            self._read_scores(step, logits)
+            self._read_scores(step, batch, logits)
             sampled = self._sample(step, rows, logits[:, : self._vocab_size])
         tokens = [[some[0].token_id] if len(some) == 1 else [token.token_id for token in some] for some in sampled]
         observer.sampled(rows, logits, tokens)
@@ -150,16 +148,16 @@ class StepRunner:
             step.speculator.learn(step.work, step.proposed, tokens, now - start)
         return tokens
 
-    def _read_scores(self, step: Step, logits: Array) -> None:
+    def _read_scores(self, step: Step, batch: StepBatch, logits: Array) -> None:
         """Pass the rows of scored positions to the requests that read them."""
-        hidden: Array | None = None
-        for w, first in zip(step.work, step.proposed.first_rows, strict=True):
+        for i, (w, first) in enumerate(zip(step.work, step.proposed.first_rows, strict=True)):
             if w.num_scored:
-                reads = cast(PromptReads, w.sequence.request.prompt_reads)
-                if reads.hidden and hidden is None:
-                    hidden = self._engine.hidden()
-                rows = hidden if reads.hidden else logits
-                read_scores(step, w, reads, cast(Array, rows)[first : first + w.num_scored])
+                reads, rows = cast(PromptReads, w.sequence.request.prompt_reads), logits
+                if reads.hidden and batch.all_hidden:
+                    rows, first = self._engine.new_hidden(batch)[i][-batch.num_logits[i] :], 0
+                elif reads.hidden:
+                    rows = self._engine.hidden()
+                read_scores(step, w, reads, rows[first : first + w.num_scored])
 
     def _sample(self, step: Step, rows: Seq[StepRow], logits: Array) -> list[list[Sampled]]:
         """Sample the rows, and return the tokens of each sequence that samples: none of a beam."""

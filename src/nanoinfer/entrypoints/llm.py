@@ -88,7 +88,7 @@ class LLM:
     def set_draft(
         self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
     ) -> None:
-        """Set the draft for new requests, or None for plain decoding. Unfinished requests keep their draft.
+        """Set the draft from the next step on, or None for plain decoding.
 
         A draft that was used before is not loaded again. kv_cache_memory limits the KV caches of the model and of the
         draft given to the constructor; drafts set later allocate additional KV memory.
@@ -97,12 +97,10 @@ class LLM:
             NanoinferError: as the constructor.
         """
         config = SpeculationConfig(draft, speculate_k, speculate_rule)
-        if draft is None:
-            self.core.speculator = None
-        else:  # between two steps, because the durations of the engine's steps are measured
-            self.core.speculator = self.core.use_engine(
-                self.config.block_size, lambda engine: self._drafts.speculator(config)
-            )
+        speculator = None
+        if draft is not None:  # between two steps, because the durations of the engine's steps are measured
+            speculator = self.core.use_engine(self.config.block_size, lambda _: self._drafts.speculator(config))
+        self.core.set_speculator(speculator)
 
     # Generating ------------------------------------------------------------------------------------------
 

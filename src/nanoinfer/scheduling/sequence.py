@@ -72,6 +72,21 @@ class PromptReads:
         return max(0, min(num_cached, len(self.target_ids)) - self.next)
 
 
+@dataclass
+class SpecStats:
+    """Statistics of speculative decoding for one request."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_verify_steps: int = 0
+    """Number of times that a sequence of the request was extended by proposals."""
+    draft_sec: float = 0.0
+    """Time of the drafter, including the time for other sequences in the batch."""
+    step_sec: float = 0.0
+    """Time of engine and sampler in the request's steps, including the time for other sequences in the batch."""
+
+
 @dataclass(eq=False, repr=False)
 class Request:
     """One prompt with its parameters and sequences."""
@@ -114,6 +129,8 @@ class Request:
     """The logits of the prompt that are read; None: none."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache when the request was first admitted."""
+    speculation: SpecStats | None = None
+    """None: no step of it had a drafter."""
 
     @property
     def width(self) -> tuple[str, int]:

@@ -11,10 +11,9 @@ its window slides. Proposals never exceed max_tokens, the context length or the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.scheduling import sequence as scheduling
@@ -22,21 +21,6 @@ from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, HiddenReader, Proposal
 from nanoinfer.speculative.step_costs import StepCosts
-
-
-@dataclass
-class SpecStats:
-    """Statistics of speculation for one request."""
-
-    num_proposed: int = 0
-    num_accepted: int = 0
-    num_rejected: int = 0
-    num_verify_steps: int = 0
-    """Number of times that a sequence of the request was extended by proposals."""
-    draft_sec: float = 0.0
-    """Time of the drafter, including the time for other sequences in the batch."""
-    step_sec: float = 0.0
-    """Time of engine and sampler in the request's steps, including the time for other sequences in the batch."""
 
 
 class StepRow(NamedTuple):
@@ -114,7 +98,6 @@ class Speculator:
         self._fixed_k = speculate_k
         self._clock = clock
         self._adaptive = AdaptiveK(costs, drafter.estimate_sec) if costs is not None else None
-        self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
     def propose(self, work: Sequence[ScheduledSequence]) -> StepProposals:
         """Return proposals for the sequences of a step that can use them."""
@@ -138,6 +121,8 @@ class Speculator:
         """Let a drafter that reads hidden states read those of a step's new tokens."""
         reader = cast(HiddenReader, self.drafter)
         for w, rows in zip(work, engine.new_hidden(batch), strict=True):
+            if not w.sequence.request.samples:
+                continue
             first = w.sequence.start + engine.length(cast(Handle, w.sequence.handle)) - len(rows)
             reader.observe([w.sequence, *w.forks], first, rows)
 
@@ -173,21 +158,19 @@ class Speculator:
             proposed = len(row.drafts)
             accepted = max(0, len(kept) - 1) if proposed else 0
             rounds.append((proposed, accepted))
-            stats = self.stats(row.sequence.request)
+            if row.is_beam:
+                continue
+            stats = _stats(row.sequence.request)
             stats.num_proposed += proposed
             stats.num_accepted += accepted
             stats.num_rejected += accepted < proposed
             stats.num_verify_steps += proposed > 0
-        for request in {w.sequence.request: None for w in work}:
-            stats = self.stats(request)
+        for request in {w.sequence.request for w in work if w.sequence.request.samples}:
+            stats = _stats(request)
             stats.draft_sec += done.draft_sec
             stats.step_sec += step_sec
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
-
-    def stats(self, request: scheduling.Request) -> SpecStats:
-        """Return the statistics of a request."""
-        return self._stats.setdefault(request, SpecStats())
 
     def forget(self, sequence: scheduling.Sequence) -> None:
         """Free the state of a sequence."""
@@ -198,33 +181,12 @@ class Speculator:
         self.drafter.reset()
 
 
-def by_speculator(
-    work: list[ScheduledSequence], speculators: Mapping[scheduling.Request, Speculator]
-) -> list[tuple[Speculator | None, list[ScheduledSequence]]]:
-    """Return the work grouped by speculator. Requests have different ones if the draft was changed in between."""
-    if not speculators:
-        return [(None, work)] if work else []
-    parts: dict[Speculator | None, list[ScheduledSequence]] = {}
-    for w in work:
-        parts.setdefault(speculators.get(w.sequence.request), []).append(w)
-    return list(parts.items())
-
-
-def drop_without_blocks(
-    engine: Engine, work: Sequence[ScheduledSequence], done: StepProposals, later: Sequence[ScheduledSequence] = ()
-) -> None:
-    """Drop the proposals for which the KV cache has no free blocks. No sequence is preempted for a proposal.
-
-    Args:
-        engine: processes `work` with its proposals first, then `later`.
-        work: the work that the proposals belong to.
-        done: the proposals.
-        later: the rest of the step's work.
-    """
+def drop_without_blocks(engine: Engine, work: Sequence[ScheduledSequence], done: StepProposals) -> None:
+    """Drop the proposals for which the KV cache has no free blocks. No sequence is preempted for a proposal."""
     need = engine.blocks_needed
-    counts = [(w, cast(Handle, w.sequence.handle), len(w.token_ids)) for w in (*work, *later)]
+    counts = [(w, cast(Handle, w.sequence.handle), len(w.token_ids)) for w in work]
     free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
-    for w, handle, count in counts[: len(work)]:
+    for w, handle, count in counts:
         if (proposal := done.proposals.get(w.sequence)) is not None:
             more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
             if more > free:
@@ -233,9 +195,15 @@ def drop_without_blocks(
                 free -= more
 
 
+def _stats(request: scheduling.Request) -> scheduling.SpecStats:
+    """Return the statistics of a request."""
+    request.speculation = request.speculation or scheduling.SpecStats()
+    return request.speculation
+
+
 def _decodes(work: ScheduledSequence) -> bool:
-    """Return whether a sequence only decodes its next token in this step."""
-    return work.samples and len(work.token_ids) == 1 and not work.forks
+    """Return whether a sequence only decodes its next token in this step, and is no beam."""
+    return work.samples and len(work.token_ids) == 1 and not work.forks and work.sequence.request.beams is None
 
 
 def _max_proposals(work: ScheduledSequence) -> int:
