@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from helpers.models import Evil, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import save
-from nanoinfer.checkpoints.load import load_model, load_tokenizer
-from nanoinfer.checkpoints.nanogpt import MAX_TOKENIZER_BYTES, find_nanochat
+from nanoinfer.checkpoints.load import find_nanochat, load_model, load_tokenizer
+from nanoinfer.checkpoints.nanogpt import MAX_TOKENIZER_BYTES
 from nanoinfer.roofline.formats import find_shape
 from nanoinfer.tokenizers.tokenizer import Tokenizer, decode, to_json
 

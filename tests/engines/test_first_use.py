@@ -36,7 +36,7 @@ def stand_in(name: str) -> EngineSpec:
 @pytest.mark.slow
 def test_an_engine_that_agrees_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_use.difference(ENGINES["dynamic"], TINY, "cpu", "float32") is None
-    monkeypatch.setattr(first_use.subprocess, "run", None)  # from here on, no child is started
+    monkeypatch.setattr("subprocess.run", None)  # from here on, no child is started
     assert first_use.difference(ENGINES["dynamic"], TINY, "cpu", "float32") is None
 
 

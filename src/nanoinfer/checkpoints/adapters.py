@@ -22,9 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES
-from nanoinfer.checkpoints.gguf.file import read_gguf
-from nanoinfer.checkpoints.gguf.model import stored_family
 from nanoinfer.checkpoints.huggingface import ADAPTER, MAX_CONFIG_BYTES, read_tensors, text_part
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import ModelConfig
@@ -122,6 +119,10 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
 
 def _read_gguf(path: Path, config: ModelConfig, max_rank: int) -> Adapter:
     """Return the adapter in a GGUF file, whose rows have llama.cpp's order."""
+    from nanoinfer.checkpoints.gguf.architectures import ARCHITECTURES
+    from nanoinfer.checkpoints.gguf.file import read_gguf
+    from nanoinfer.checkpoints.gguf.model import stored_family
+
     file = read_gguf(path)
     arch, alpha = (file.metadata.get(key) for key in ("general.architecture", "adapter.lora.alpha"))
     for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):

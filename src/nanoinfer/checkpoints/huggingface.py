@@ -20,9 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.checkpoints.quantized.base import QuantizedTensor
-from nanoinfer.checkpoints.quantized.methods import dequantized
-from nanoinfer.checkpoints.torch_file import read_checkpoint, stored_tensors
 from nanoinfer.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, show
@@ -84,6 +81,9 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
             stored[name] = tensor
     quantized: dict[str, Any] = {}
     if quantization is not None:
+        from nanoinfer.checkpoints.quantized.base import QuantizedTensor
+        from nanoinfer.checkpoints.quantized.methods import dequantized
+
         if any(path.name == PICKLED for path in weight_files(folder)):
             raise NanoinferError(f"{escaped(folder)} has quantized weights in {PICKLED}: save them as safetensors")
         stored, method = dequantized(stored, quantization, escaped(folder), FAMILIES[config.family].transposed)
@@ -115,7 +115,11 @@ def refuse_adapter(folder: Path) -> None:
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by their names. Raises NanoinferError if it is malformed."""
-    return stored_tensors(read_checkpoint(path), path) if path.suffix == ".bin" else read_safetensors(path)
+    if path.suffix != ".bin":
+        return read_safetensors(path)
+    from nanoinfer.checkpoints.torch_file import read_checkpoint, stored_tensors
+
+    return stored_tensors(read_checkpoint(path), path)
 
 
 def text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -3,29 +3,26 @@
 A name is resolved in this order: `wide:<model>:<preset>` (transforms.py); built-in models; `random:<preset>`; an
 existing path; a model in a Python package, or a Hub repository id (hub.py). The path of a model.safetensors stands
 for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists, `a/b` is a path and is
-not looked up on the Hub.
+not looked up on the Hub. A reader is imported where its format is read.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed, tokenizer_files
-from nanoinfer.checkpoints.gguf import model as gguf
-from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
-from nanoinfer.checkpoints.gguf.file import MAGIC
+from nanoinfer.checkpoints import huggingface, packed, tokenizer_files
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, show
 from nanoinfer.models import pooling
 from nanoinfer.models.model_info import Description
 from nanoinfer.models.parameters import initialize
-from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.stored import is_safetensors
 from nanoinfer.tokenizers.limits import MAX_TOKENS
 from nanoinfer.utils.checks import require_int
@@ -40,6 +37,7 @@ log = logging.getLogger("nanoinfer")
 BUILTIN = Path(__file__).parents[1] / "models" / "builtin"
 GPT2_VOCABULARIES = (50257, 50304)  # GPT-2's, and nanoGPT's padding of it to a multiple of 64
 GPT2_TOKENIZER_REPO = "openai-community/gpt2"
+_NANOCHAT = re.compile(r"model_(\d{1,12})\.pt")
 
 
 @dataclass
@@ -111,6 +109,8 @@ def load_model(
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, loaded.config, name)
         if opener is _open_nanochat:
+            from nanoinfer.checkpoints import nanogpt
+
             loaded.weights, loaded.chat_template = nanogpt.with_special_tokens(loaded.weights, loaded.tokenizer)
             loaded.config = loaded.weights.config
     return loaded
@@ -121,6 +121,8 @@ _Opened = tuple[LoadedModel, Callable[[], "Tokenizer"]]
 
 
 def _open_random(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    from nanoinfer.models.presets import PRESETS
+
     preset = name.removeprefix("random:")
     if preset not in PRESETS:
         raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
@@ -130,6 +132,9 @@ def _open_random(name: str, path: Path, dtype: str, seed: int) -> _Opened:
 
 
 def _open_gguf(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    from nanoinfer.checkpoints.gguf import model as gguf
+    from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
+
     weights, metadata = gguf.open_file(path, dtype)
     loaded = LoadedModel(
         name,
@@ -144,7 +149,9 @@ def _open_gguf(name: str, path: Path, dtype: str, seed: int) -> _Opened:
 
 
 def _open_nanochat(name: str, path: Path, dtype: str, seed: int) -> _Opened:
-    checkpoint = nanogpt.find_nanochat(path)
+    from nanoinfer.checkpoints import nanogpt
+
+    checkpoint = find_nanochat(path)
     assert checkpoint is not None
     weights, own = nanogpt.open_nanochat(checkpoint, dtype), nanogpt.find_tokenizer(checkpoint)
     config = weights.config
@@ -153,6 +160,8 @@ def _open_nanochat(name: str, path: Path, dtype: str, seed: int) -> _Opened:
 
 
 def _open_nanogpt(name: str, path: Path, dtype: str, seed: int) -> _Opened:
+    from nanoinfer.checkpoints import nanogpt
+
     weights, dataset = nanogpt.open_checkpoint(path, dtype)
     config, meta = weights.config, nanogpt.find_meta(path, dataset)
     read = lambda: nanogpt.load_meta(meta) if meta else _tokenizer_of(name, config, path.parent)  # noqa: E731
@@ -175,11 +184,21 @@ def _open_folder(name: str, path: Path, dtype: str, seed: int) -> _Opened:
 _FORMATS: tuple[tuple[Callable[[str, Path], object], Callable[[str, Path, str, int], _Opened]], ...] = (
     (lambda name, path: name.startswith("random:"), _open_random),
     (lambda name, path: is_gguf(path), _open_gguf),
-    (lambda name, path: nanogpt.find_nanochat(path), _open_nanochat),
+    (lambda name, path: find_nanochat(path), _open_nanochat),
     (lambda name, path: path.exists() and not path.is_dir(), _open_nanogpt),
     (lambda name, path: True, _open_folder),
 )
 """Whether a name or path is of a format, and what opens it; the first that applies does."""
+
+
+def find_nanochat(path: Path) -> Path | None:
+    """Return the checkpoint that a path stands for: itself, or the last one in its folder; None: there is none."""
+    if not path.is_dir():
+        return path if _NANOCHAT.fullmatch(path.name) and path.is_file() else None
+    if (path / "config.json").exists():
+        return None
+    steps = {int(m[1]): p for p in path.glob("model_*.pt") if (m := _NANOCHAT.fullmatch(p.name))}
+    return steps[max(steps)] if steps else None
 
 
 def open_weights(path: Path, dtype: str = "float32") -> Weights:
@@ -189,6 +208,8 @@ def open_weights(path: Path, dtype: str = "float32") -> Weights:
         NanoinferError: a file is missing, malformed or unsupported.
     """
     if is_gguf(path):
+        from nanoinfer.checkpoints.gguf import model as gguf
+
         return gguf.open_file(path, dtype)[0]
     return packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
 
@@ -220,7 +241,7 @@ def _place(name: str | Path) -> Path:
 def is_gguf(path: Path) -> bool:
     """Return whether a path is that of a GGUF file, by its name or its first bytes: Ollama's files have no suffix."""
     named = path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir()
-    return named or first_bytes(path, len(MAGIC)) == MAGIC
+    return named or first_bytes(path, 4) == b"GGUF"
 
 
 def _model_place(name: str | Path) -> Path:
@@ -249,6 +270,8 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
     Raises:
         NanoinferError: a part is missing, or the preset is unknown.
     """
+    from nanoinfer.models.presets import PRESETS
+
     source, _, preset = name.removeprefix("wide:").rpartition(":")
     presets = [name for name, config in PRESETS.items() if config.is_gpt2]
     if not source or preset not in presets or source.startswith("wide:wide:"):
@@ -272,6 +295,8 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
 
 def _find(name: str) -> Path:
     """Return the local folder or file of a model in a Python package or on the Hub. Raises NanoinferError without."""
+    from nanoinfer.checkpoints import hub
+
     if name in hub.PACKAGES:
         return hub.find_packaged(name)
     parts = name.split("/")
@@ -299,21 +324,28 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     name, path = str(name), _place(name)
     path = path if path.exists() else _find(name)
     if is_gguf(path):
+        from nanoinfer.checkpoints.gguf import model as gguf
+
         return gguf.open_tokenizer(path)
-    if path.is_file() and path.name == nanogpt.TOKENIZER:
-        return nanogpt.load_nanochat_tokenizer(path)
     if path.is_file() and path.suffix == ".pkl":
-        return nanogpt.load_meta(path)
+        return _open_pickle(path)
     if path.is_file():
         return tokenizer_files.open_file(path, num_tokens)
     if (meta := path / "meta.pkl").is_file() and not (path / "tokenizer.json").is_file():
-        return nanogpt.load_meta(meta)
+        return _open_pickle(meta)
     if (tokenizer := tokenizer_files.from_folder(path, num_tokens)) is None:
         names = ", ".join(tokenizer_files.NAMES)
         raise NanoinferError(
             f"{escaped(path)} has no tokenizer, which is one of {names} and meta.pkl: give a folder or file with one"
         )
     return tokenizer
+
+
+def _open_pickle(path: Path) -> Tokenizer:
+    """Return the tokenizer in nanochat's tokenizer.pkl or nanoGPT's meta.pkl."""
+    from nanoinfer.checkpoints import nanogpt
+
+    return nanogpt.load_nanochat_tokenizer(path) if path.name == nanogpt.TOKENIZER else nanogpt.load_meta(path)
 
 
 def _tokenizer_of(name: str, config: ModelConfig, folder: Path | None = None) -> Tokenizer:

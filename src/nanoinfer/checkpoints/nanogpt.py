@@ -127,7 +127,6 @@ def find_meta(checkpoint: Path, dataset: str | None) -> Path | None:
 MAX_CONFIG_BYTES = 1 << 20  # nanochat's meta has 3 KB
 MAX_TOKENIZER_BYTES = 8 << 20  # with 65,536 tokens, nanochat's has 0.9 MB
 TOKENIZER = "tokenizer.pkl"
-_CHECKPOINT = re.compile(r"model_(\d{1,12})\.pt")
 _PADDED_TO = 64  # rows of the embedding and of the head, since December 2025
 
 _NANOCHAT = replace(
@@ -169,16 +168,6 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif -%}
 """
 """The format of nanochat's `render_conversation`: a system message is the beginning of the first user message."""
-
-
-def find_nanochat(path: Path) -> Path | None:
-    """Return the checkpoint that a path stands for: itself, or the last one in its folder; None: there is none."""
-    if not path.is_dir():
-        return path if _CHECKPOINT.fullmatch(path.name) and path.is_file() else None
-    if (path / "config.json").exists():
-        return None
-    steps = {int(m[1]): p for p in path.glob("model_*.pt") if (m := _CHECKPOINT.fullmatch(p.name))}
-    return steps[max(steps)] if steps else None
 
 
 def open_nanochat(path: Path, dtype: str = "float32") -> Weights:

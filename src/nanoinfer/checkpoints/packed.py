@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.checkpoints.gguf import formats as gguf_formats
 from nanoinfer.checkpoints.weights import POSITIONS, Weights, has_format, part_name, parts
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, reason, show
@@ -41,7 +40,6 @@ BLOCKS_VERSION = "2"
 QUANTIZATIONS = ("int8", "int4")
 FORMATS = (*DTYPES, *QUANTIZATIONS)
 """Formats of all matrices, or of those without a format of GGUF files."""
-_BLOCKS = frozenset(format.name.lower() for format in gguf_formats.FORMATS.values() if format.native)
 MAX_PARTS = 3  # of a matrix: queries, keys and values
 _PAGE = 4096  # the data begins at a multiple of it
 _ALIGNMENT = 64  # of panels, for the kernels
@@ -236,7 +234,10 @@ def _is_part(entry: Any) -> bool:
     """Return whether an entry of the formats is a format and a number of rows."""
     if not isinstance(entry, list) or len(entry) != 2:
         return False
-    return isinstance(entry[0], str) and entry[0] in _BLOCKS and type(entry[1]) is int and entry[1] > 0
+    from nanoinfer.checkpoints.gguf.formats import FORMATS
+
+    native = (format.name.lower() for format in FORMATS.values() if format.native)
+    return isinstance(entry[0], str) and entry[0] in native and type(entry[1]) is int and entry[1] > 0
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:

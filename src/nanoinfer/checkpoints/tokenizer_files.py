@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
-from nanoinfer.checkpoints.gguf.splits import SPLITS
 from nanoinfer.errors import NanoinferError, escaped, show
 from nanoinfer.tokenizers.chat_template import MAX_TEMPLATE
 from nanoinfer.tokenizers.limits import MAX_TOKENS
@@ -102,6 +100,7 @@ def open_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
 
 
 def _from_vocab_and_merges(folder: Path, num_tokens: int) -> Tokenizer:
+    from nanoinfer.checkpoints.gguf.splits import SPLITS
     from tokenizers import models, normalizers
 
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
@@ -151,6 +150,8 @@ def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
 
 def _from_tiktoken(path: Path, num_tokens: int) -> Tokenizer:
     """Return the tokenizer in a table of tiktoken's: lines of a token in base64 and its rank."""
+    from nanoinfer.checkpoints.gguf.splits import SPLITS
+
     where = escaped(path)
     kind = _model_type(path.parent)
     if (name := _RANKED.get(kind)) is None:
@@ -230,6 +231,8 @@ def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
 
 def _from_sentencepiece(path: Path, num_tokens: int) -> Tokenizer:
     """Return the tokenizer in a SentencePiece model: its pieces are those of a GGUF file, and are read as those."""
+    from nanoinfer.checkpoints.gguf import tokenizer as gguf_tokenizer
+
     raw = read_table(path, "a SentencePiece model", num_tokens)
     added, _ = added_tokens(path.parent)
     with explained(f"{escaped(path)} is not a SentencePiece model that can be read"):

@@ -38,11 +38,16 @@ def argument(name: str, *, help: str, metavar: str, **options: Any) -> Callable[
 
 
 class Flag(click.Option):
-    """A flag. Args: topic: title of the section of the help in which it stands."""
+    """A flag. Args: doc: returns the help, when it is printed; topic: title of the section in which it stands."""
 
-    def __init__(self, *args: Any, topic: str = "Options", **options: Any) -> None:
+    def __init__(self, *args: Any, doc: Callable[[], str], topic: str = "Options", **options: Any) -> None:
         super().__init__(*args, **options)
-        self.topic = topic
+        self.doc, self.topic = doc, topic
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the names and the help."""
+        self.help = self.doc()
+        return super().get_help_record(ctx)
 
 
 class Command(click.Command):

@@ -14,7 +14,6 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,9})?) *([a-zA-Z]*)", text.strip(), re.ASCII)
     if match is None or (unit := UNITS.get(match[2].lower())) is None:
         raise click.BadParameter(f"{show(text)} is not a size: give bytes, or a number with {size_units()}")
+    from fractions import Fraction
+
     size = Fraction(match[1]) * unit
     if size.denominator != 1:
         raise click.BadParameter(f"{show(text)} is not a whole number of bytes")
@@ -116,14 +117,14 @@ def option(name: str, help: str, metavar: str | None = None) -> Callable[[_Comma
         if default is inspect.Parameter.empty:
             empty = False if hint is bool else () if typing.get_origin(hint) is tuple else dataclasses.MISSING
             default = None if type(None) in typing.get_args(hint) else empty
-        return _option(name, hint, help, default, metavar)(command)
+        return _option(name, hint, lambda: help, default, metavar)(command)
 
     return decorate
 
 
 def config_flag(name: str, default: Any = None) -> Callable[[_Command], _Command]:
     """Return the decorator that adds the flag of a field of LLMConfig that is in none of its parts."""
-    hint, doc = typing.get_type_hints(LLMConfig)[name], _HELP.get(name) or field_docs(LLMConfig)[name]
+    hint, doc = typing.get_type_hints(LLMConfig)[name], functools.partial(_doc, LLMConfig, name)
     own_default = getattr(LLMConfig, name, None) if default is None else default
     hint = Path if name == "chat_template" else hint
     return _option(name, hint, doc, own_default, {Path: "FILE", bool: None}.get(hint, "NAME"))
@@ -140,7 +141,7 @@ def flags(
         skip: fields that keep their default.
         defaults: field -> the flag's default, where it is not the field's.
     """
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints = typing.get_type_hints(cls)
     fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
     own_defaults = {f.name: f.default for f in fields} | dict(defaults or {})
 
@@ -151,7 +152,7 @@ def flags(
             return command(**values, **{argument: cls(**options)})
 
         for f in reversed(fields):  # as of decorators, the last one applied is the first one shown
-            doc, topic = docs.get(f.name, ""), TOPICS.get(argument, "Options")
+            doc, topic = functools.partial(_doc, cls, f.name), TOPICS.get(argument, "Options")
             _option(f.name, hints[f.name], doc, own_defaults[f.name], topic=topic)(run)
         return run
 
@@ -182,8 +183,12 @@ def llm_config(*parts: str) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def _doc(cls: type, name: str) -> str:
+    return (cls is LLMConfig and _HELP.get(name)) or field_docs(cls).get(name, "")
+
+
 def _option(
-    name: str, hint: Any, doc: str, default: Any, metavar: str | None = None, topic: str = "Options"
+    name: str, hint: Any, doc: Callable[[], str], default: Any, metavar: str | None = None, topic: str = "Options"
 ) -> Callable[[_Command], _Command]:
     """Return the decorator that adds one flag."""
     hint = next((t for t in typing.get_args(hint) if typing.get_origin(t) is tuple), hint)  # of tuple | None, tuple
@@ -194,7 +199,11 @@ def _option(
     names = [f"{flag}/--no-{flag[2:]}" if has_negation else flag]
     if name in _ALIASES:
         names.append(_ALIASES[name])
-    settings: dict[str, Any] = {"help": f"{doc} {note}".strip(), "type": parse, "metavar": metavar or usual_metavar}
+    settings: dict[str, Any] = {
+        "doc": lambda: f"{doc()} {note}".strip(),
+        "type": parse,
+        "metavar": metavar or usual_metavar,
+    }
     settings |= {"cls": Flag, "topic": topic}
     settings |= {"is_flag": True} if kind is bool else {"multiple": typing.get_origin(hint) is tuple}
     if default is dataclasses.MISSING:

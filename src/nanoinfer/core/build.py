@@ -5,16 +5,18 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from nanoinfer.checkpoints.load import fit_engine, load_model
-from nanoinfer.config import LLMConfig
+from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import overlap_scheduler
-from nanoinfer.core.prefix_file import StoredPrefixes
 from nanoinfer.engines import first_use, registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.engines.native import NativeEngine
@@ -22,8 +24,10 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import Description, ModelInfo
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.draft_factory import DraftFactory
 from nanoinfer.utils import processes
+
+if TYPE_CHECKING:
+    from nanoinfer.speculative.draft_factory import DraftFactory
 
 log = logging.getLogger("nanoinfer")
 
@@ -44,6 +48,8 @@ def _store_prefixes(core: Core, path: str, model: ModelInfo) -> None:
         raise NanoinferError(
             f"prefix_cache_file={path!r} needs engine native and a model without recurrent layers: leave it out"
         )
+    from nanoinfer.core.prefix_file import StoredPrefixes
+
     core.stored = StoredPrefixes(Path(path), core.engine, core.scheduler.cache)
     atexit.register(_save_at_exit, ref(core))
 
@@ -57,14 +63,20 @@ def _save_at_exit(core: ref[Core]) -> None:
             log.error("%s", e)
 
 
+def _drafts(model: ModelInfo, options: EngineConfig) -> DraftFactory:
+    from nanoinfer.speculative.draft_factory import DraftFactory
+
+    return DraftFactory(model, options)
+
+
 @dataclass(frozen=True)
 class BuiltCore:
     """A core with its model and its factory of drafts."""
 
     core: Core
     model: ModelInfo
-    drafts: DraftFactory
-    """Makes the values of `Core.speculator`."""
+    drafts: Callable[[], DraftFactory]
+    """Returns what makes the values of `Core.speculator`."""
 
 
 def build_core(config: LLMConfig) -> BuiltCore:
@@ -108,16 +120,15 @@ def build_core(config: LLMConfig) -> BuiltCore:
     )
     if options.dtype == "auto" and options.quantization is None:
         _log_dtype(model, loaded.weights.stored_dtype)
-    drafts = DraftFactory(model, options)
-    options = options if speculation.draft is None else drafts.leave_room(speculation.draft)
+    drafts = lru_cache(1)(partial(_drafts, model, options))
+    options = options if speculation.draft is None else drafts().leave_room(speculation.draft)
     engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
     scheduler = Scheduler(engine, config.scheduler)
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
     adapters = Adapters(scheduler, model.config, options)
     core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap, adapters=adapters)
-    drafts.start(engine)
     if (path := config.scheduler.prefix_cache_file) is not None:
         _store_prefixes(core, path, model)
     if speculation.draft is not None:
-        core.speculator = drafts.speculator(speculation)
+        core.speculator = drafts().speculator(speculation, engine)
     return BuiltCore(core, model, drafts)

@@ -22,13 +22,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from nanoinfer.core.adapters import Adapters
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
-from nanoinfer.core.prefix_file import StoredPrefixes
 from nanoinfer.core.step import ENGINE, Observer, Step, StepRunner
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, one_line
@@ -42,6 +41,9 @@ from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, num_pre
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.tokenizers.tokenizer import Tokenizer
 from nanoinfer.utils import processes
+
+if TYPE_CHECKING:
+    from nanoinfer.core.prefix_file import StoredPrefixes
 
 T = TypeVar("T")
 HAND_OVER_SEC, MAX_HAND_OVER_SLEEPS = 1e-4, 100

@@ -36,7 +36,6 @@ from nanoinfer.scheduling.sequence import PromptReads, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, StepProposals, StepRow, drop_without_blocks
 from nanoinfer.speculative.verify import Group, sample_and_verify
-from nanoinfer.structured import masks
 from nanoinfer.utils.arrays import Array
 
 ENGINE = "engine"
@@ -218,6 +217,8 @@ def propose(step: Step) -> None:
                     step.proposed.proposals.update(speculator.propose([w]).proposals)
     step.is_masked = any(w.sequence.grammar is not None for w in step.work)
     if step.is_masked:
+        from nanoinfer.structured import masks
+
         masks.start(sampling_sequences(step.work), step.proposed, step.rule)
 
 
@@ -239,6 +240,8 @@ def sample(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> l
     """
     if not step.is_masked:
         return _sample_isolated(step, sampler, logits, groups)
+    from nanoinfer.structured import masks
+
     masked = masks.MaskedRows(logits, groups)
     tokens = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
     step.faults |= masked.errors

@@ -12,12 +12,10 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +72,8 @@ def difference(
     results = _read(path)
     if key in results:
         return results[key]
+    import subprocess  # like PyTorch, not at each start
+
     request = pickle.dumps((spec, model, device, dtype))  # for this program's own child
     command = [sys.executable, "-m", "nanoinfer.engines.first_use"]
     try:
@@ -141,6 +141,8 @@ def _key(spec: EngineSpec, model: ModelConfig, device: str, dtype: str) -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

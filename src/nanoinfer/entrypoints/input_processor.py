@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
@@ -17,10 +18,11 @@ from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, for_each, numbe
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.structured.grammars import Grammar, Grammars
-from nanoinfer.structured.masks import OutputGrammar
 from nanoinfer.tokenizers.tokenizer import LONG_TEXT
 from nanoinfer.utils.checks import require_int
+
+if TYPE_CHECKING:
+    from nanoinfer.structured.grammars import Grammar, Grammars
 
 Params = SamplingParams | BeamSearchParams
 Lora = LoRARequest | Sequence[LoRARequest | None] | None
@@ -34,8 +36,16 @@ class RequestFactory:
     def __init__(self, core: Core, model: ModelInfo) -> None:
         self._core = core
         self._model = model
-        self._grammars = Grammars(model)
+        self._compiler: Grammars | None = None
         self._defaults: SamplingParams | None = None
+
+    @property
+    def _grammars(self) -> Grammars:
+        if self._compiler is None:
+            from nanoinfer.structured.grammars import Grammars
+
+            self._compiler = Grammars(self._model)
+        return self._compiler
 
     @property
     def defaults(self) -> SamplingParams:
@@ -117,7 +127,7 @@ class RequestFactory:
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.fit(prompt, params)
         self._check_params(params)
-        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(4), "little")
         text = prompt if isinstance(prompt, str) else None
         request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority, search)
         if params.bad_words:
@@ -126,6 +136,8 @@ class RequestFactory:
             tokenizer = self._model.tokenizer if params.detokenize else None
             scoring.read_prompt_logprobs(request, count, tokenizer, self._model.vocab_size)
         if params.structured_outputs is not None:
+            from nanoinfer.structured.masks import OutputGrammar
+
             compiled = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(compiled, request.end_token_ids)

@@ -13,20 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
 from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
-from nanoinfer.entrypoints.chat import AnswerReader, Conversation, chat_prompt
 from nanoinfer.entrypoints.input_processor import Lora, Params, RequestFactory
 from nanoinfer.entrypoints.pooling import Pooler, make_all, pairs, scores
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream, all_finished
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults
 from nanoinfer.errors import NanoinferError, ResultError, show
-from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
-from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
 from nanoinfer.inputs.prompts import Prompt, as_list, numbered
 from nanoinfer.outputs import (
     BeamSearchOutput,
@@ -42,6 +39,11 @@ from nanoinfer.tokenizers.tokenizer import Tokenizer, decode
 from nanoinfer.utils.checks import require_bool
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from nanoinfer.entrypoints.chat import Conversation
+    from nanoinfer.inputs.chat import ChatFormatter
+    from nanoinfer.inputs.messages import Message
 
 
 class LLM:
@@ -63,6 +65,9 @@ class LLM:
         TypeError: an option is unknown.
     """
 
+    formatter: ChatFormatter
+    """Of chats: imported and made when it is first used."""
+
     def __init__(self, model: str, *, tokenizer: str | None = None, seed: int = 0, **options: Any) -> None:
         self._start(llm_config(model, {"tokenizer": tokenizer, "seed": seed, **options}))
 
@@ -79,11 +84,18 @@ class LLM:
     def _start(self, config: LLMConfig) -> None:
         built = build_core(config)
         self.core, self.model, self._drafts = built.core, built.model, built.drafts
-        self.requests, self.formatter = RequestFactory(self.core, self.model), ChatFormatter(self.model)
-        self.pooler, self.engine = Pooler(self.core, self.model, self.requests), self.core.engine
+        self.requests, self.engine = RequestFactory(self.core, self.model), self.core.engine
+        self.pooler = Pooler(self.core, self.model, self.requests)
         self.model_name, self.engine_name = self.model.name, self.model.engine
         self.config, self.tokenizer = self.model.config, self.model.tokenizer
         self.device, self.dtype = self.model.device, self.model.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "formatter":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        from nanoinfer.inputs.chat import ChatFormatter
+
+        return self.__dict__.setdefault(name, ChatFormatter(self.model))
 
     def set_draft(
         self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
@@ -99,7 +111,9 @@ class LLM:
         config = SpeculationConfig(draft, speculate_k, speculate_rule)
         speculator = None
         if draft is not None:  # between two steps, because the durations of the engine's steps are measured
-            speculator = self.core.use_engine(self.config.block_size, lambda _: self._drafts.speculator(config))
+            speculator = self.core.use_engine(
+                self.config.block_size, lambda engine: self._drafts().speculator(config, engine)
+            )
         self.core.set_speculator(speculator)
 
     # Generating ------------------------------------------------------------------------------------------
@@ -286,6 +300,10 @@ class LLM:
                 template refuses the messages or exceeds a limit (docs/chat.md).
             TypeError: an option is unknown.
         """
+        from nanoinfer.entrypoints.chat import AnswerReader, chat_prompt
+        from nanoinfer.inputs.chat import ChatOptions
+        from nanoinfer.inputs.messages import as_conversations
+
         chat_options, many = ChatOptions(**options), as_conversations(messages)
         each = self.requests.per_prompt(sampling_params, len(many))
         prompts, tokens = [], []
@@ -312,6 +330,9 @@ class LLM:
             NanoinferError: as `chat`.
             TypeError: an option is unknown.
         """
+        from nanoinfer.inputs.chat import ChatOptions
+        from nanoinfer.inputs.messages import as_conversation
+
         return self.formatter.encode(self.formatter.render(as_conversation(messages), ChatOptions(**options)))
 
     def conversation(
@@ -328,6 +349,9 @@ class LLM:
             NanoinferError: the model has no chat template or no tokenizer.
             TypeError: an option is unknown.
         """
+        from nanoinfer.entrypoints.chat import Conversation
+        from nanoinfer.inputs.chat import ChatOptions
+
         self.model.require_tokenizer()
         return Conversation(self.core, self.requests, self.formatter, ChatOptions(**options), system, lora_request)
 

@@ -23,7 +23,7 @@ from nanoinfer.checkpoints import hub, huggingface, nanogpt, packed
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.gguf.formats import FORMATS as GGUF_FORMATS
 from nanoinfer.checkpoints.gguf.formats import Format
-from nanoinfer.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
+from nanoinfer.checkpoints.load import BUILTIN, builtin_names, find_nanochat, is_gguf, split_wide
 from nanoinfer.checkpoints.transforms import widened
 from nanoinfer.checkpoints.weights import Weights, int4_formats
 from nanoinfer.config import ModelConfig
@@ -171,7 +171,7 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
     if preset == name and (path := _path(name)) is not None:
         if is_gguf(path):
             return _stored(gguf.open_file(path)[0])
-        if (checkpoint := nanogpt.find_nanochat(path)) is not None:
+        if (checkpoint := find_nanochat(path)) is not None:
             return nanogpt.open_nanochat(checkpoint).config, None
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config, None

@@ -136,7 +136,7 @@ async def listen(app: ASGIApp, config: ServerConfig, bound: socket.socket, about
 
 async def _import_all() -> None:
     """Import what requests would import, which fails when no file can be opened."""
-    structured = ("llguidance", "nanoinfer.structured.check_worker", "nanoinfer.structured.vocabulary")
+    structured = ("llguidance", "nanoinfer.structured.check_worker", "nanoinfer.structured.masks")
     for name in ("concurrent.futures.thread", "importlib.metadata", *structured):
         with suppress(ImportError):  # an extra that is not installed: requests that need it are refused
             importlib.import_module(name)

@@ -76,27 +76,25 @@ class DraftFactory:
         ours, its = (c.kv_bytes_per_token(1) for c in (target.config, weights.config))
         return replace(self._config, kv_cache_memory=max(1, self._config.kv_cache_memory * ours // (ours + its)))
 
-    def start(self, engine: Engine) -> None:
-        """Set the target's engine, whose limits the drafts' engines get. Call it before `speculator`."""
-        self._engine = engine
-
-    def speculator(self, config: SpeculationConfig) -> Speculator:
+    def speculator(self, config: SpeculationConfig, engine: Engine) -> Speculator:
         """Return the speculator for a configuration.
+
+        Args:
+            config: of the speculation.
+            engine: the target's, whose limits the drafts' engines get.
 
         Raises:
             NanoinferError: the draft does not exist, its vocabulary differs from the target's, no engine supports it,
                 or its KV cache does not fit in memory.
         """
         assert config.draft is not None
-        assert self._engine is not None
+        self._engine = engine
         name, rule, k = self._resolve(config.draft), config.speculate_rule, config.fixed_k
         if (name, rule, k) not in self._speculators:
             if name not in self._drafters:
-                self._drafters[name] = (
-                    PromptLookup() if name == PROMPT_LOOKUP else self._build(name, self._engine.limits)
-                )
+                self._drafters[name] = PromptLookup() if name == PROMPT_LOOKUP else self._build(name, engine.limits)
             if k is None and self._costs is None:
-                self._costs = StepCosts(measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K))
+                self._costs = StepCosts(measure_steps(engine, 4 * engine.limits.max_num_seqs + MAX_K))
             costs = self._costs if k is None else None
             self._speculators[name, rule, k] = Speculator(self._drafters[name], rule=rule, speculate_k=k, costs=costs)
         return self._speculators[name, rule, k]

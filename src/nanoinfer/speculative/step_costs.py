@@ -7,7 +7,6 @@ compute-bound. The transition depends on engine, weight format, threads and mach
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -152,7 +151,7 @@ def measure_steps(
             runs.setdefault(n, []).append(timed(n)[0])
     finally:
         engine.close(handle)
-    return StepTimes({n: statistics.median(sec) for n, sec in runs.items()})
+    return StepTimes({n: float(np.median(sec)) for n, sec in runs.items()})
 
 
 def _wait(logits: Any) -> bool:

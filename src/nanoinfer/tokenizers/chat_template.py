@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, escaped, reason, show
-from nanoinfer.utils.limited_process import LimitedProcess
 
 MAX_TEMPLATE = 1 << 20  # characters; those of today have up to 30,000
 MAX_OUTPUT = 4 << 20  # characters
@@ -42,6 +41,8 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.shown: dict[Any, bool] = {}  # what it shows of some messages, kept for `inputs.chat`
         setup = {"template": source, "max_output": MAX_OUTPUT, "memory_bytes": MEMORY_BYTES, "cpu_sec": CPU_SEC}
+        from nanoinfer.utils.limited_process import LimitedProcess  # which imports subprocess
+
         self._worker = LimitedProcess(_WORKER, ("jinja2", "markupsafe"), setup, "the chat template cannot be rendered")
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:

@@ -4,7 +4,6 @@ elsewhere a line now and then."""
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -57,6 +56,8 @@ class ProgressBar:
             parts.append(f"{timedelta(seconds=round((now - first_time) / (done - first_done) * (total - done)))} left")
         line = f"{self._label}: {', '.join(filter(None, parts))}"
         if self._in_place:
+            import shutil
+
             self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
             self._is_drawn = True
         else:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from nanoinfer.models.families import deepseek, gemma, gpt2, granite, hybrid, llama, mamba, mistral, olmo, qwen
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
 from nanoinfer.models.families.base import Family
 
-_FILES = (llama, gpt2, mistral, qwen, gemma, olmo, granite, deepseek, hybrid, mamba)
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for file in _FILES for family in vars(file).values() if isinstance(family, Family)
-}
-"""By model_type: the families that are constants of these files."""
+_FILES = ("llama", "gpt2", "mistral", "qwen", "gemma", "olmo", "granite", "deepseek", "hybrid", "mamba")
+
+
+class _Families(Mapping[str, Family]):
+    """The constants of these files, which are imported one after the other until one has the family."""
+
+    def _all(self) -> Iterator[Family]:
+        for name in _FILES:
+            yield from (f for f in vars(import_module(f"{__name__}.{name}")).values() if isinstance(f, Family))
+
+    def __getitem__(self, model_type: str) -> Family:
+        for family in self._all():
+            if family.model_type == model_type:
+                return family
+        raise KeyError(model_type)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(family.model_type for family in self._all()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
+"""By model_type."""
