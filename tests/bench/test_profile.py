@@ -308,6 +308,15 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_the_start_is_four_parts_of_another_process(run: Run, tiny_folder: Path) -> None:
+    code, out, _ = run("profile", "Go", "--start", "--json", "--model", str(tiny_folder), "--engine", "static")
+    assert (code, [*json.loads(out)]) == (0, ["interpreter", "imports", "load", "first step"])
+    assert all(0 < sec < 60 for sec in json.loads(out).values())
+    code, _, err = run("profile", "--start", "--model", str(tiny_folder / "none"))
+    assert code == 2
+    assert err.startswith(f"nanoinfer: error: model '{tiny_folder}/none': there is no such file or folder")
+
+
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (ROOT / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"^    (nanoinfer profile .*)$", page, re.M)

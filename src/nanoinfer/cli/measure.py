@@ -139,6 +139,7 @@ def evaluate(file: Path, stride: int | None, as_json: bool, config: LLMConfig) -
 @option("max_tokens", "Tokens to generate, end-of-text tokens or not.")
 @option("prompt_tokens", f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]")
 @option("decode_only", "Begin after the first token.")
+@option("start", "Print the time from the start of a process to its first token instead, by part.")
 @option("trace", "Write a Chrome trace of the profiled run to this file.")
 @option("as_json", "Print one JSON object, with every operator.")
 @flags(SamplingParams, "params", skip=("best_of", *_TEXT, *NO_FLAGS))
@@ -149,6 +150,7 @@ def profile(
     max_tokens: int = 32,
     prompt_tokens: int | None,
     decode_only: bool,
+    start: bool,
     trace: Path | None,
     as_json: bool,
     config: LLMConfig,
@@ -160,6 +162,7 @@ def profile(
         nanoinfer profile "O Romeo," --engine static
         nanoinfer profile --model random:gpt2 --prompt-tokens 512 --decode-only
         nanoinfer profile "To be" --trace trace.json        # for ui.perfetto.dev
+        nanoinfer profile "To be" --start
         nanoinfer profile "To be" --json | jq '.parts[] | {name, share_percent}'
     """
     if prompt is not None and prompt_tokens is not None:
@@ -174,7 +177,12 @@ def profile(
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.profiling.profiler import profile as profile_generation
     from nanoinfer.profiling.profiler import random_prompts
+    from nanoinfer.profiling.start import profile_start
 
+    if start:
+        parts = profile_start(config, prompt or [0] * num_prompt_tokens, dataclasses.replace(params, max_tokens=1))
+        print(finite_json(parts) if as_json else "\n".join(f"{p:12} {s * 1e3:8.1f} ms" for p, s in parts.items()))
+        return
     llm = LLM.from_config(config)
     prompts = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
     result = profile_generation(llm, prompts, params, decode_only=decode_only, trace=trace)
