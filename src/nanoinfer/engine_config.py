@@ -13,7 +13,7 @@ from nanoinfer.sampling_params import PoolingConfig
 from nanoinfer.utils.checks import bounded, chosen, keep_fields, keep_int
 
 DTYPES = ("float32", "bfloat16", "float16")
-CACHE_DTYPES = ("float32", "bfloat16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "int8", "int4")
 RULES = ("reproduce", "reject")
 SAMPLERS = ("auto", "reference")
 GENERATION_CONFIGS = ("auto", "vllm")
@@ -38,7 +38,7 @@ class EngineConfig:
     kv_cache_memory: int | None = bounded(None, 1)
     """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
     kv_cache_dtype: str = chosen("auto", ("auto", *CACHE_DTYPES))
-    """Dtype of keys and values on engine native: float32, bfloat16 or int8."""
+    """Dtype of keys and values on engine native: float32, bfloat16, int8 or int4."""
     threads: int | None = bounded(None, 1, 1024)
     """CPU threads of engine native (default: the number of CPUs of this process)."""
     graph_memory: int | None = bounded(None, 0)

@@ -28,7 +28,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.models.presets import PRESETS
 
-CACHES = ["float32", "bfloat16", "int8"]
+CACHES = ["float32", "bfloat16", "int8", "int4"]
 QUICK = "NANOINFER_TEST_EXTENSION" in os.environ  # make asan: every access is checked, so fewer will do
 CALLS = 400 if QUICK else 2000
 ERRORS = (ValueError, IndexError, TypeError, OverflowError)
@@ -177,7 +177,7 @@ def test_forks_share_and_then_diverge() -> None:
 
 
 DISTANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 0.05, "int8": 0.1, "q8_0": 0.1}  # of the logits' deviation
-CACHE_DISTANCE = {"float32": 0.0, "bfloat16": 0.05, "int8": 0.1}
+CACHE_DISTANCE = {"float32": 0.0, "bfloat16": 0.05, "int8": 0.1, "int4": 0.5}
 
 
 @pytest.mark.parametrize("cache", CACHES)

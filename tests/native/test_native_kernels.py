@@ -21,7 +21,7 @@ _native: Any = pytest.importorskip("nanoinfer._native", reason="the native exten
 
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
 FORMATS = ["float32", "float16", "bfloat16", "int8"]
-CACHES = ["float32", "bfloat16", "int8"]
+CACHES = ["float32", "bfloat16", "int8", "int4"]
 SIZES = [1, 2, 7, 16, 31, 32, 33, 63, 64, 65, 100, 129, 768]
 QUICK = "NANOINFER_TEST_EXTENSION" in os.environ  # make asan: every access is checked, so fewer will do
 EXAMPLES = 15 if QUICK else 60
@@ -273,9 +273,14 @@ def rounded(x: Array, cache: str, most: int) -> Array:
     return np.rint(x * (np.float32(most) / top)) * (top / np.float32(most)).astype(np.float64)
 
 
-def cached(x: Array, cache: str) -> Array:
-    """What the cache stores of rows (T, D)."""
-    return rounded(x, cache, 127)
+def cached(x: Array, cache: str, few: int = 6) -> Array:
+    """What the cache stores of rows (T, D); int4: integers of `few` bits, 6 of keys and 4 of values."""
+    if cache != "int4":
+        return rounded(x, cache, 127)
+    half = np.float32(2 ** (few - 1) - 0.5)
+    top = np.abs(x).max(1, keepdims=True)
+    integers = np.rint(np.minimum(x * (np.float32(127) / top) * (half / np.float32(127)), half - np.float32(0.5)))
+    return integers * (top / half).astype(np.float64)
 
 
 def queries(x: Array, cache: str) -> Array:
@@ -289,7 +294,7 @@ def weight_error(v: Array, cache: str) -> float:
     bfloat16: at most 2^-9 of each, of which the results are means. int8: at most 2^-16 of a span's largest for each of
     its 64 positions, whose errors are independent: 8 times, and the largest of many results.
     """
-    relative = {"bfloat16": 2**-8, "int8": 2**-13}
+    relative = {"bfloat16": 2**-8, "int8": 2**-13, "int4": 2**-13}
     return relative.get(cache, 0.0) * float(np.abs(v).max())
 
 
@@ -304,7 +309,7 @@ def test_attention(isa: str, cache: str, D: int) -> None:
         scores = queries(q, cache) @ cached(k, cache).T / math.sqrt(D)
         scores[np.triu_indices(T, 1)] = -math.inf
         share = np.exp(scores - scores.max(1, keepdims=True))
-        expected = share / share.sum(1, keepdims=True) @ cached(v, cache)
+        expected = share / share.sum(1, keepdims=True) @ cached(v, cache, 4)
         atol = 2e-4 + weight_error(v, cache)  # 1e-6 of a score of 100
         np.testing.assert_allclose(got, expected, atol=atol, rtol=1e-4)
         for start in range(T):  # one at a time, and chunks: bit for bit
@@ -325,7 +330,7 @@ def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, 
     """Keys before a query's window are NaN in the blocks, so reading one shows."""
     T = 53
     q, k, v = random((T, group * D), 1, 2.0), random((T, D), 2), random((T, D), 3)
-    ks, vs, qs = cached(k, cache), cached(v, cache), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
+    ks, vs, qs = cached(k, cache), cached(v, cache, 4), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
     for window, scale, softcap in (
         (0, 0.0, 0.0),
         (1, 0.3, 0.0),
@@ -361,7 +366,7 @@ def test_attention_over_several_spans_and_pieces_is_the_same_in_any_company(isa:
     share = np.exp(scores - scores.max(1, keepdims=True))
     got = _native.attention(q=q, start=0, **options)
     atol = 1e-4 + weight_error(v, cache)
-    np.testing.assert_allclose(got, share / share.sum(1, keepdims=True) @ cached(v, cache), atol=atol, rtol=1e-4)
+    np.testing.assert_allclose(got, share / share.sum(1, keepdims=True) @ cached(v, cache, 4), atol=atol, rtol=1e-4)
     several = [(60, 66), (100, 210), (127, 131), (507, 517), (1023, 1026), (900, T)]
     for start, end in [(t, t + 1) for t in range(0, T, 37)] + several:
         assert np.array_equal(_native.attention(q=q[start:end], start=start, **options), got[start:end]), (start, end)
@@ -374,7 +379,7 @@ def test_attention_with_sinks(isa: str, cache: str, group: int) -> None:
     """A sink below all scores, among them, and so far above that nothing of the values is left."""
     T, D = 53, 10
     q, k, v = random((T, group * D), 1, 2.0), random((T, D), 2), random((T, D), 3)
-    ks, vs, qs = cached(k, cache), cached(v, cache), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
+    ks, vs, qs = cached(k, cache), cached(v, cache, 4), queries(q.reshape(T * group, D), cache).reshape(T, group, D)
     for window, sinks in ((0, np.linspace(-2, 4, group)), (7, np.linspace(3, 200, group)), (0, np.full(group, -500.0))):
         options = {"k": k, "v": v, "cache": cache, "group": group, "window": window, "isa": isa}
         options["sinks"] = sinks.astype(np.float32)

@@ -68,7 +68,7 @@ SHAPES = {
     "latent, biases": replace(shape(Latent(40, 8, 16, 16, query_rank=12), norm_placement="both"), bias=("qkv", "proj")),
 }
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 20))
-CACHES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.1}
+CACHES = {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.1, "int4": 0.4}
 
 
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:

@@ -126,10 +126,12 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budge
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
     """Return the bytes of one block of the native engine's cache (kernels/cpu/model/cache.cpp)."""
-    size = 1 if cache_dtype == "int8" else BYTES[cache_dtype]
+    size = BYTES.get(cache_dtype, 1)
     unit = 4 // size  # keys are padded to units of 4 bytes, values to a vector
 
     def of_head(width: int) -> int:
+        if cache_dtype == "int4":  # keys of 6 bits, by 16 dimensions, values of 4, by 32, and two float32 scales
+            return KV_BLOCK * (-(-width // 16) * 12 + -(-width // 32) * 16 + 8)
         numbers = -(-width // unit) * unit + -(-width // 16) * 16
         part = (numbers * size + (8 if cache_dtype == "int8" else 0)) * KV_BLOCK  # int8: two float32 scales a position
         return -(-part // 64) * 64

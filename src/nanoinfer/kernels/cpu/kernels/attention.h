@@ -97,7 +97,7 @@ struct Queries {
     };
     scale[m] = t.scale;
 #if defined(__AMX_TILE__)
-    if constexpr (type == CacheType::i8 && tiles) {
+    if constexpr (has_integers(type) && tiles) {
       const RowScale<127 << 8> row = RowScale<127 << 8>::of(q, t.head_dim);
       Digits digits;
       for (std::int64_t d = 0; d < t.head_dim; d += 64)
@@ -108,7 +108,7 @@ struct Queries {
       return;
     }
 #endif
-    if constexpr (type == CacheType::i8) {
+    if constexpr (has_integers(type)) {
       i32x16 numbers = broadcast(0), highs = broadcast(0);
       const auto take = [&](std::int64_t d, i32x16 x) __attribute__((always_inline)) {
         numbers = numbers + x;
@@ -144,21 +144,25 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
   typename C::Sum acc[M][B][kDigits];
   for (int b = 0; b < B; ++b) k[b] = blocks[b] + t.offset + C::kScales;
   NI_ROWS for (int b = 0; b < B; ++b) NI_DIGITS {
-    if constexpr (type == CacheType::i8) acc[m][b][g] = broadcast(rows.shift[m][g]);
+    if constexpr (has_integers(type)) acc[m][b][g] = broadcast(rows.shift[m][g]);
     else acc[m][b][g] = broadcast(0.0f);
   }
   const Unit* q = rows.units;
-  for (std::int64_t d = 0; d < t.head_dim; d += C::kUnit, q += C::kWords * M) {
-    i32x16 keys[B];
-    const std::int64_t at = d / C::kUnit * kBlock * sizeof(Unit);
-    NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = load_ints(k[b] + at);
-    for (std::int64_t b = 0; b < ahead; ++b) prefetch(blocks[B + b] + t.offset + at);
-    NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b) C::score(acc[m][b], keys[b], q + m, M);
+  constexpr std::int64_t kBytes = C::kKeyVectors * kBlock * sizeof(Unit);
+  for (std::int64_t d = 0, at = 0; d < t.head_dim; at += kBytes) {
+    for (std::int64_t b = 0; b < ahead; ++b)
+      for (std::int64_t i = 0; i < kBytes; i += 64) prefetch(blocks[B + b] + t.offset + at + i);
+    NI_UNROLL(4) for (int i = 0; i < C::kTogether; ++i, d += C::kUnit, q += C::kWords * M) {
+      if (C::kTogether > 1 && d >= t.head_dim) break;
+      i32x16 keys[B];
+      NI_UNROLL(4) for (int b = 0; b < B; ++b) keys[b] = C::key(k[b] + at, i);
+      NI_ROWS NI_UNROLL(4) for (int b = 0; b < B; ++b) C::score(acc[m][b], keys[b], q + m, M);
+    }
   }
   for (int b = 0; b < B; ++b)
     NI_ROWS {
       f32x16 scale = broadcast(rows.scale[m]);
-      if constexpr (type == CacheType::i8) scale = scale * load((const float*)(blocks[b] + t.offset));
+      if constexpr (has_integers(type)) scale = scale * load((const float*)(blocks[b] + t.offset));
       const f32x16 score = C::value(acc[m][b]) * scale;
       store(out + m * stride + b * kBlock, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
     }
@@ -166,12 +170,11 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
 
 template <CacheType type>
 NI_INLINE std::int64_t key_bytes(const AttentionTask& t) {
-  constexpr std::int64_t unit = CacheOf<type>::kUnit;
-  return (t.head_dim + unit - 1) / unit * kBlock * sizeof(Unit);
+  return key_units<CacheOf<type>>(t.head_dim) * kBlock * sizeof(Unit);
 }
 template <CacheType type>
 NI_INLINE std::int64_t value_bytes(const AttentionTask& t) {
-  return kBlock / CacheOf<type>::kUnit * padded(t.head_dim) * sizeof(Unit);
+  return kBlock / CacheOf<type>::kUnit * value_width<CacheOf<type>>(t.head_dim) * sizeof(Unit);
 }
 template <CacheType type>
 NI_INLINE const std::uint8_t* values_at(const AttentionTask& t, std::int64_t block) {
@@ -249,14 +252,14 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
       const bool own = whole || (from < kBlock && to > 0);
       const auto of = [&](f32x16 x) __attribute__((always_inline)) { return whole ? x : between(from, to, x, 0.0f); };
       e[b] = own ? of(exp_below(load(s + at), origin)) : broadcast(0.0f);
-      if constexpr (type == CacheType::i8) scales[b] = own ? of(load(value_scales(t, (base + at) / kBlock))) : e[b];
+      if constexpr (has_integers(type)) scales[b] = own ? of(load(value_scales(t, (base + at) / kBlock))) : e[b];
     };
     if (begin <= i && i + kSpan <= end) {
       NI_UNROLL(4) for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/true);
     } else {
       for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/false);
     }
-    if constexpr (type == CacheType::i8) {
+    if constexpr (has_integers(type)) {
       f32x16 top = broadcast(0.0f);
       for (int b = 0; b < kSpanBlocks; ++b) {
         total = total + e[b];
@@ -287,26 +290,27 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
   using C = CacheOf<type>;
   constexpr int kDigits = C::kDigits;
   constexpr std::int64_t kUnit = C::kUnit, kUnits = kBlock / kUnit;
-  const std::int64_t width = padded(t.head_dim);
+  const std::int64_t width = value_width<C>(t.head_dim), at = d / 16 / C::kShare * 16;
   const std::int64_t common_begin = rows.begin[M - 1], common_end = rows.end[0];  // attended by all rows
   f32x16 acc[M][N];
   NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(0.0f);
   for (; base < rows.highest; base += kSpan, weights += kSpan) {
     typename C::Sum sum[M][N][kDigits];
     NI_ROWS for (int j = 0; j < N; ++j) NI_DIGITS {
-      if constexpr (type == CacheType::i8) sum[m][j][g] = broadcast(0);
+      if constexpr (has_integers(type)) sum[m][j][g] = broadcast(0);
       else sum[m][j][g] = acc[m][j];
     }
     for (std::int64_t b = 0; b < kSpanBlocks && base + b * kBlock < rows.highest; ++b) {
       const std::int64_t block = base / kBlock + b, from = block * kBlock;
       const bool more = prefetches && (block + 2) * kBlock < rows.highest;
-      const Unit* const ahead = more ? (const Unit*)values_at<type>(t, block + 2) + d : nullptr;
-      const Unit* v = (const Unit*)values_at<type>(t, block) + d;
+      const Unit* const ahead = more ? (const Unit*)values_at<type>(t, block + 2) + at : nullptr;
+      const Unit* v = (const Unit*)values_at<type>(t, block) + at;
       const Unit* w = (const Unit*)weights + C::place(b * kUnits, 0);
       const auto add = [&](std::int64_t u, bool everyone) __attribute__((always_inline)) {
         i32x16 values[N];
-        NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = load_ints(v + u * width + 16 * j);
-        if (more) NI_UNROLL(4) for (int j = 0; j < N; ++j) prefetch(ahead + u * width + 16 * j);
+        NI_UNROLL(4) for (int j = 0; j < N; ++j)
+          values[j] = C::unpacked(load_ints(v + u * width + j / C::kShare * 16), (N > 1 ? j : (int)(d / 16)) % C::kShare);
+        if (more) NI_UNROLL(4) for (int j = 0; j < N; j += C::kShare) prefetch(ahead + u * width + j / C::kShare * 16);
         const std::int64_t position = from + u * kUnit;
         NI_ROWS {
           std::uint32_t keep = ~0u;  // of a unit
@@ -326,13 +330,13 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
         }
         if constexpr (kWidth == 8 && M > 2) asm volatile("" ::: "memory");  // GCC would unroll, and store what is left over
       };
-      if (type == CacheType::i8 || (from >= common_begin && from + kBlock <= common_end))
+      if (has_integers(type) || (from >= common_begin && from + kBlock <= common_end))
         for (std::int64_t u = 0; u < kUnits; ++u) add(u, /*everyone=*/true);
       else
         for (std::int64_t u = 0; u < kUnits; ++u) add(u, /*everyone=*/false);
     }
     NI_ROWS for (int j = 0; j < N; ++j) {
-      if constexpr (type == CacheType::i8)
+      if constexpr (has_integers(type))
         acc[m][j] = fma(C::value(sum[m][j]), broadcast(weights[m * stride + 2 * kSpanUnits<type>]), acc[m][j]);
       else
         acc[m][j] = C::value(sum[m][j]);
@@ -446,6 +450,7 @@ void attention(const AttentionTask& task) {
     case CacheType::f32: return attention_as<CacheType::f32>(task);
     case CacheType::bf16: return attention_as<CacheType::bf16>(task);
     case CacheType::i8: return attention_as<CacheType::i8>(task);
+    case CacheType::i4: return attention_as<CacheType::i4>(task);
   }
 }
 

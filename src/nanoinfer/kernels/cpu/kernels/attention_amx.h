@@ -2,7 +2,8 @@
 // Part of attention.h, which includes it in the namespace of the instruction set `amx`.
 //
 // Keys and values lie as a register takes them: units of 16 positions, or of 16 dimensions (units.h). bfloat16 is multiplied
-// as it lies, values block by block. A block has few units of int8 values, so those of kSpan positions are copied into tiles.
+// as it lies, values block by block. A block has few units of int8 values, so those of kSpan positions are copied into tiles, as
+// int4 is when it becomes bytes.
 //
 // Sums of int8 are exact, so few rows take the vector registers, with the same result. Sums of bfloat16 have the order of
 // the instruction, so they always take tiles: a row's result does not depend on the number of rows in a tile. A position
@@ -16,6 +17,7 @@ constexpr std::int64_t kBlockUnits = kBlock / CacheOf<CacheType::bf16>::kUnit;
 
 template <CacheType type>
 using AmxQueries = Queries<type, kAmxRows, true>;
+constexpr CacheType in_tiles(CacheType type) { return has_integers(type) ? CacheType::i8 : type; }
 
 // Tiles of sums as they are stored: float32, or int32 of each digit.
 template <CacheType type>
@@ -46,7 +48,14 @@ NI_INLINE void store_tiles(AmxSums<CacheType::i8>& to, std::int64_t n) {
 }
 
 // `units` rows of 64 bytes; if there are fewer than 16, a copy that ends with zeros.
+template <CacheType type>
 NI_INLINE const std::uint8_t* whole_tile(const std::uint8_t* from, std::int64_t units, std::uint8_t* copy) {
+  if constexpr (type == CacheType::i4) {  // units after the last are not used: queries are zeros there
+    for (std::int64_t u = 0; u < kAmxUnits && u < units; u += 4)
+      for (int i = 0; i < 4; ++i) store_ints(copy + (u + i) * 64, CacheOf<type>::key(from + u * 48, i));
+    finish_stores();
+    return copy;
+  }
   if (units >= kAmxUnits) return from;
   __builtin_memset(copy, 0, kAmxBytes);
   __builtin_memcpy(copy, from, units * 64);
@@ -57,26 +66,27 @@ NI_INLINE const std::uint8_t* whole_tile(const std::uint8_t* from, std::int64_t 
 // The scores of two blocks of keys.
 template <CacheType type>
 NI_INLINE void multiply_keys(const AttentionTask& t, const AmxQueries<type>& rows, const std::uint8_t* const* blocks,
-                             AmxSums<type>& to) {
+                             AmxSums<in_tiles(type)>& to) {
   using C = CacheOf<type>;
+  constexpr std::int64_t kBytes = kAmxBytes / C::kTogether * C::kKeyVectors;  // of a tile
   const std::int64_t units = (t.head_dim + C::kUnit - 1) / C::kUnit;
   alignas(64) std::uint8_t copies[2][kAmxBytes];
   const std::uint8_t *q = (const std::uint8_t*)rows.units, *k0 = blocks[0] + t.offset + C::kScales,
                      *k1 = blocks[1] + t.offset + C::kScales;
   zero_tiles();
-  for (std::int64_t u = 0; u < units; u += kAmxUnits, q += C::kDigits * kAmxBytes, k0 += kAmxBytes, k1 += kAmxBytes) {
+  for (std::int64_t u = 0; u < units; u += kAmxUnits, q += C::kDigits * kAmxBytes, k0 += kBytes, k1 += kBytes) {
     _tile_loadd(4, q, 64);
-    _tile_loadd(6, whole_tile(k0, units - u, copies[0]), 64);
-    if constexpr (type == CacheType::i8) {
+    _tile_loadd(6, whole_tile<type>(k0, units - u, copies[0]), 64);
+    if constexpr (has_integers(type)) {
       _tile_loadd(5, q + kAmxBytes, 64);
-      _tile_loadd(7, whole_tile(k1, units - u, copies[1]), 64);
+      _tile_loadd(7, whole_tile<type>(k1, units - u, copies[1]), 64);
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
     } else {
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(6, whole_tile(k1, units - u, copies[1]), 64);
+      _tile_loadd(6, whole_tile<type>(k1, units - u, copies[1]), 64);
       _tile_dpbf16ps(1, 4, 6);
     }
   }
@@ -89,7 +99,7 @@ void tile_scores(const AttentionTask& t, const AmxQueries<type>& rows, int count
                  std::int64_t stride, f32x16* top) {
   for (int r = 0; r < count; ++r) top[r] = broadcast(-__builtin_huge_valf());
   const std::int64_t begin = base / kBlock, end = (rows.highest + kBlock - 1) / kBlock;
-  AmxSums<type> sums[2];  // in turn: what was just stored cannot be loaded at once
+  AmxSums<in_tiles(type)> sums[2];  // in turn: what was just stored cannot be loaded at once
   const auto multiply = [&](std::int64_t b) __attribute__((always_inline)) {
     for (std::int64_t next = b + 2; count <= kFewRows && next < b + 4 && next < end; ++next)
       prefetch_lines(t.blocks[next] + t.offset, key_bytes<type>(t));
@@ -100,11 +110,11 @@ void tile_scores(const AttentionTask& t, const AmxQueries<type>& rows, int count
   for (std::int64_t b = begin; b < end; b += 2) {
     if (b + 2 < end) multiply(b + 2);
     for (int i = 0; i < 2 && b + i < end; ++i) {
-      const AmxSums<type>& sum = sums[b / 2 % 2];
+      const AmxSums<in_tiles(type)>& sum = sums[b / 2 % 2];
       float* to = s + (b + i) * kBlock - base;
       for (int r = 0; r < count; ++r, to += stride) {
         f32x16 score;
-        if constexpr (type == CacheType::i8)
+        if constexpr (has_integers(type))
           score = sum_of(sum, i, r, rows.shift[r]) * (broadcast(rows.scale[r]) * load((const float*)(t.blocks[b + i] + t.offset)));
         else
           score = sum_of(sum, i, r) * broadcast(rows.scale[r]);
@@ -184,17 +194,21 @@ inline void tile_mix(const AttentionTask& t, AmxQueries<CacheType::bf16>& rows, 
 struct alignas(64) SpanValues {
   Unit of[2][kAmxUnits][16];
 };
-inline void copy_values(const AttentionTask& t, std::int64_t highest, std::int64_t from, std::int64_t first, std::int64_t n,
+template <CacheType type>
+void copy_values(const AttentionTask& t, std::int64_t highest, std::int64_t from, std::int64_t first, std::int64_t n,
                         SpanValues& to) {
-  constexpr std::int64_t kUnits = kBlock / CacheOf<CacheType::i8>::kUnit;
-  const std::int64_t width = padded(t.head_dim);
+  using C = CacheOf<type>;
+  constexpr std::int64_t kUnits = kBlock / C::kUnit;
+  const std::int64_t width = value_width<C>(t.head_dim);
   for (std::int64_t u = 0; u < kAmxUnits && from + u / kUnits * kBlock < highest; ++u) {
-    const Unit* v = (const Unit*)values_at<CacheType::i8>(t, from / kBlock + u / kUnits) + u % kUnits * width + first * 16;
-    for (std::int64_t j = 0; j < n; ++j) __builtin_memcpy(to.of[j][u], v + 16 * j, 64);
+    const Unit* v = (const Unit*)values_at<type>(t, from / kBlock + u / kUnits) + u % kUnits * width;
+    for (std::int64_t j = first; j < first + n; ++j)
+      store_ints(to.of[j - first][u], C::unpacked(load_ints(v + j / C::kShare * 16), (int)(j % C::kShare)));
   }
 }
 
-inline void tile_mix(const AttentionTask& t, AmxQueries<CacheType::i8>& rows, int count, const float* weights,
+template <CacheType type>
+void tile_mix(const AttentionTask& t, AmxQueries<type>& rows, int count, const float* weights,
                      std::int64_t base, std::int64_t stride, std::int64_t first, std::int64_t n) {
   SpanValues values[2] = {};
   AmxSums<CacheType::i8> sums[2];
@@ -207,10 +221,10 @@ inline void tile_mix(const AttentionTask& t, AmxQueries<CacheType::i8>& rows, in
       for (int j = 0; j < n; ++j)
         total[r][j] = fma(sum_of(sums[from / kSpan % 2], j, r, none), broadcast(*scale), total[r][j]);
   };
-  copy_values(t, rows.highest, base, first, n, values[base / kSpan % 2]);
+  copy_values<type>(t, rows.highest, base, first, n, values[base / kSpan % 2]);
   for (std::int64_t from = base; from < rows.highest; from += kSpan) {
     const std::int64_t next = from + kSpan, turn = from / kSpan % 2;
-    if (next < rows.highest) copy_values(t, rows.highest, next, first, n, values[1 - turn]);
+    if (next < rows.highest) copy_values<type>(t, rows.highest, next, first, n, values[1 - turn]);
     const float* digits = weights + from - base;
     finish_stores();
     zero_tiles();
@@ -268,8 +282,8 @@ std::int64_t attend_in_tiles(const AttentionTask& task, std::int64_t rows, std::
   if constexpr (type != CacheType::f32) {
     while (i < rows) {
       const std::int64_t count = rows - i < kAmxRows ? rows - i : kAmxRows;
-      if (type == CacheType::i8 && count <= kFewRowsInt8) break;
-      const AmxRegisters registers(64, count, type == CacheType::i8 ? 64 : kBlockUnits * 4);
+      if (has_integers(type) && count <= kFewRowsInt8) break;
+      const AmxRegisters registers(64, count, has_integers(type) ? 64 : kBlockUnits * 4);
       for (; i + count <= rows; i += count) attend_tile<type>(task, i, piece, (int)count);
     }
   }

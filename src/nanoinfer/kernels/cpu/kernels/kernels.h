@@ -36,7 +36,8 @@ constexpr bool has_blocks(WeightType type) { return type >= WeightType::q8_0; }
 constexpr std::int64_t group_of(WeightType type) {
   return has_blocks(type) ? kSmallGroup : type == WeightType::i8 ? kGroup : 0;
 }
-enum class CacheType : int { f32, bf16, i8 };
+enum class CacheType : int { f32, bf16, i8, i4 };
+constexpr bool has_integers(CacheType type) { return type >= CacheType::i8; }
 enum class Norm : int { layer, rms };
 // add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
 // clamped_silu is of a gate; clamped_multiply is of what it multiplies (vec.h).

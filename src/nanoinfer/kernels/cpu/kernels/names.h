@@ -33,7 +33,7 @@ inline WeightType weight_type(const std::string& name) {
 
 inline CacheType cache_type(const std::string& name) {
   return by_name<CacheType>("cache", name,
-                            {{"float32", CacheType::f32}, {"bfloat16", CacheType::bf16}, {"int8", CacheType::i8}});
+                            {{"float32", CacheType::f32}, {"bfloat16", CacheType::bf16}, {"int8", CacheType::i8}, {"int4", CacheType::i4}});
 }
 
 }  // namespace nanoinfer

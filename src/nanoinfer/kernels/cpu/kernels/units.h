@@ -11,6 +11,10 @@
 // stored with 128 added, because dot4 takes one unsigned operand: the queries are signed, and so are values, whose weights
 // are not negative. Queries and weights have 16 bits then, and two words for each unit: two digits, x = 256 x[0] + x[1], or,
 // where bytes are multiplied in 16 bits, two pairs of numbers. Both give the same sums.
+// int4 has values of 4 bits and keys of 6, whose errors a softmax enlarges. They become bytes, 16 and 4 times as large, in registers, and
+// then all is as for int8:
+//   keys (ceil(D / 16), 3, kBlock): a unit has the upper 4 bits of each byte of two units, another the two bits that follow, of four
+//   values (kBlock / 4, ceil(D / 32), 16): a unit has those of dimension d and, in the upper bits, d + 16
 
 NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
 
@@ -28,8 +32,10 @@ struct FloatUnits {
   using T = Number;
   using Sum = f32x16;
   static constexpr std::int64_t kUnit = numbers;
-  static constexpr int kWords = 1, kDigits = 1;
+  static constexpr int kWords = 1, kDigits = 1, kTogether = 1, kKeyVectors = 1, kShare = 1;
   static constexpr std::size_t kScales = 0;
+  NI_INLINE i32x16 key(const std::uint8_t* from, int) { return load_ints(from); }
+  NI_INLINE i32x16 unpacked(i32x16 values, int) { return values; }
   NI_INLINE std::int64_t place(std::int64_t u, int) { return u; }
   template <int N>
   NI_INLINE void mix(Sum (&sum)[N][1], const i32x16 (&values)[N], const Unit* weight) {
@@ -57,9 +63,13 @@ struct CacheOf<CacheType::i8> {
   using Sum = i32x16;
   static constexpr std::int64_t kUnit = 4;
   static constexpr int kWords = 2, kDigits = kMultiplies16 ? 1 : 2;
+  static constexpr int kTogether = 1, kKeyVectors = 1;  // units of keys that are unpacked together, and vectors that have them
+  static constexpr int kShare = 1;                      // vectors of values in one
   static constexpr std::size_t kScales = 2 * kBlock * sizeof(float);
   // Where word `g` of unit `u` of a row's weights for kSpan positions lies.
   NI_INLINE std::int64_t place(std::int64_t u, int g) { return kMultiplies16 ? 2 * u + g : g * (kSpan / kUnit) + u; }
+  NI_INLINE i32x16 key(const std::uint8_t* from, int) { return load_ints(from); }
+  NI_INLINE i32x16 unpacked(i32x16 values, int) { return values; }
   NI_INLINE void narrow(i32x16 x, Unit* to) { store_i8((std::int8_t*)to, x); }
   NI_INLINE void score(Sum* sum, i32x16 keys, const Unit* query, int stride) {
     const std::int32_t first = (std::int32_t)query[0], second = (std::int32_t)query[stride];
@@ -86,6 +96,26 @@ struct CacheOf<CacheType::i8> {
   }
 };
 
+template <>
+struct CacheOf<CacheType::i4> : CacheOf<CacheType::i8> {
+  static constexpr int kTogether = 4, kKeyVectors = 3, kShare = 2;
+  NI_INLINE i32x16 key(const std::uint8_t* from, int i) {  // unit i of the four
+    const i32x16 upper = load_ints(from + i / 2 * 64), lower = load_ints(from + 128);
+    return unpacked(upper, i % 2) | ((i == 0 ? lower << 2 : lower >> (2 * i - 2)) & 0x0c0c0c0cu);
+  }
+  NI_INLINE i32x16 unpacked(i32x16 values, int i) { return (i ? values : values << 4) & 0xf0f0f0f0u; }
+};
+
+template <class C>
+NI_INLINE std::int64_t key_units(std::int64_t head_dim) {  // of a position, as they are stored
+  const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
+  return (units + C::kTogether - 1) / C::kTogether * C::kKeyVectors;
+}
+template <class C>
+NI_INLINE std::int64_t value_width(std::int64_t head_dim) {  // units of as many positions as a unit has
+  return (head_dim + 16 * C::kShare - 1) / (16 * C::kShare) * 16;
+}
+
 // Store 16 numbers of a key, dimensions d to d + 15, and of a value.
 template <class C>
 struct Slot {
@@ -95,9 +125,8 @@ struct Slot {
 
   Slot(std::uint8_t* part, std::int64_t head_dim, std::int64_t slot) : head_dim(head_dim), slot(slot) {
     Unit* const from = (Unit*)(part + C::kScales);
-    const std::int64_t units = (head_dim + C::kUnit - 1) / C::kUnit;
     keys = from + slot;
-    value = (typename C::T*)(from + units * kBlock + slot / C::kUnit * padded(head_dim)) + slot % C::kUnit;
+    value = (typename C::T*)(from + key_units<C>(head_dim) * kBlock + slot / C::kUnit * value_width<C>(head_dim)) + slot % C::kUnit;
   }
   template <class Numbers>
   void key(std::int64_t d, Numbers x, Unit flip) const {
@@ -127,6 +156,44 @@ struct Slot {
   }
 };
 
+// Numbers as integers from -2^(bits - 1) on: the largest magnitude is half a step below that, and half a step above the highest integer.
+template <int bits>
+struct FewBits {
+  static constexpr float kHalf = (1 << (bits - 1)) - 0.5f;
+  const float* x;
+  std::int64_t n;
+  RowScale<127> row;
+
+  FewBits(const float* x, std::int64_t n) : x(x), n(n), row(RowScale<127>::of(x, n)) {}
+  float scale() const { return row.scale * (127 / kHalf) / (1 << (8 - bits)); }  // of integers in the upper bits of bytes
+  __attribute__((always_inline)) i32x16 at(std::int64_t d) const {
+    if (d >= n || !row.usable) return broadcast(0);
+    return round(min(load_first(x + d, n - d) * row.inverse * broadcast(kHalf / 127), broadcast(kHalf - 0.5f)));
+  }
+};
+NI_INLINE void store_int4(const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part, std::int64_t slot) {
+  using C = CacheOf<CacheType::i8>;
+  const Slot<CacheOf<CacheType::i4>> to(part, head_dim, slot);
+  const FewBits<6> key(k, head_dim);
+  const FewBits<4> value(v, head_dim);
+  ((float*)part)[slot] = key.scale();
+  ((float*)part)[kBlock + slot] = value.scale();
+  for (std::int64_t d = 0; d < head_dim; d += 16) {
+    const i32x16 x = key.at(d) + broadcast(32);
+    Unit upper[4], lower[4], *const at = to.keys + d / 16 * 3 * kBlock;
+    C::narrow(x >> 2, upper);
+    C::narrow(x & 3, lower);
+    at[0] = upper[0] | upper[1] << 4;
+    at[kBlock] = upper[2] | upper[3] << 4;
+    at[2 * kBlock] = lower[0] | lower[1] << 2 | lower[2] << 4 | lower[3] << 6;
+  }
+  for (std::int64_t d = 0; d < head_dim; d += 32) {
+    std::int8_t both[16];
+    store_i8(both, (value.at(d) & 15) | value.at(d + 16) << 4);
+    for (std::int64_t j = 0; j < 16; ++j) to.value[(d / 2 + j) * C::kUnit] = both[j];
+  }
+}
+
 template <CacheType type>
 void store_as(const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part, std::int64_t slot) {
   const Slot<CacheOf<type>> to(part, head_dim, slot);
@@ -150,5 +217,6 @@ void store_kv(CacheType type, const float* k, const float* v, std::int64_t head_
     case CacheType::f32: return store_as<CacheType::f32>(k, v, head_dim, part, slot);
     case CacheType::bf16: return store_as<CacheType::bf16>(k, v, head_dim, part, slot);
     case CacheType::i8: return store_as<CacheType::i8>(k, v, head_dim, part, slot);
+    case CacheType::i4: return store_int4(k, v, head_dim, part, slot);
   }
 }

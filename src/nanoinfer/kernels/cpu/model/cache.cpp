@@ -10,7 +10,8 @@ namespace nanoinfer {
 std::size_t CacheShape::part_bytes() const {
   const std::int64_t size = type == CacheType::f32 ? 4 : type == CacheType::bf16 ? 2 : 1, unit = 4 / size;
   const std::int64_t keys = (head_dim + unit - 1) / unit * unit, values = (head_dim + kLanes - 1) / kLanes * kLanes;
-  const std::size_t scales = type == CacheType::i8 ? 2 * kBlock * sizeof(float) : 0;
+  const std::size_t scales = has_integers(type) ? 2 * kBlock * sizeof(float) : 0;
+  if (type == CacheType::i4) return scales + ((head_dim + 15) / 16 * 12 + (head_dim + 31) / 32 * 16) * kBlock;
   return (scales + (keys + values) * size * kBlock + 63) / 64 * 64;
 }
 

@@ -62,7 +62,7 @@ class Cache {
   CacheType type() const { return type_; }
   // Whether keys and values are multiplied by Hadamard matrices, as queries and the results of attention are (Kernels::hadamard): large
   // numbers of few dimensions would make steps of integers large for all (QuaRot, Ashkboos et al. 2024).
-  bool is_rotated() const { return type_ >= CacheType::i8; }
+  bool is_rotated() const { return has_integers(type_); }
   std::size_t block_bytes() const { return block_bytes_; }
   // Where a head of a layer begins in a block.
   std::size_t offset(std::int64_t layer, std::int64_t head) const { return place_[layer].begin + head * place_[layer].part; }
