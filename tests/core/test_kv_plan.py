@@ -187,8 +187,8 @@ def test_a_step_of_paged_that_is_interrupted_keeps_no_blocks(monkeypatch: pytest
 
 
 def test_a_draft_has_whole_blocks_for_the_targets_tokens() -> None:
-    target = EngineLimits(4, 1024, 2000, 1024)
-    assert limits_of_draft(target, 100) == EngineLimits(4, 100, 4 * FULL * KV_BLOCK)
-    assert limits_of_draft(target, 1024) == EngineLimits(4, 1024, 2000)
-    assert limits_of_draft(replace(target, max_num_cached_tokens=2001), 1024).max_num_cached_tokens == 2016
-    assert limits_of_draft(EngineLimits(1, 50, 50), 100).max_num_cached_tokens == FULL * KV_BLOCK
+    target, short, long = EngineLimits(4, 1024, 2000, 1024), *(replace(TINY, block_size=n) for n in (100, 1024))
+    assert limits_of_draft(target, short) == EngineLimits(4, 100, 4 * FULL * KV_BLOCK)
+    assert limits_of_draft(target, long) == EngineLimits(4, 1024, 2000)
+    assert limits_of_draft(replace(target, max_num_cached_tokens=2001), long).max_num_cached_tokens == 2016
+    assert limits_of_draft(EngineLimits(1, 50, 50), short).max_num_cached_tokens == FULL * KV_BLOCK

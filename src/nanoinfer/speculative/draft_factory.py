@@ -109,7 +109,7 @@ class DraftFactory:
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size
-        room = limits_of_draft(limits, block_size)
+        room = limits_of_draft(limits, weights.config)
         owner = self._engine if name == MTP and self._shares else None
         engine = registry.build(spec, weights, config, target.device, room, owner)
         log.info("draft: %s on engine %s", name, spec.name)
@@ -187,12 +187,13 @@ class DraftFactory:
         return chosen
 
 
-def limits_of_draft(target: EngineLimits, block_size: int) -> EngineLimits:
+def limits_of_draft(target: EngineLimits, model: ModelConfig) -> EngineLimits:
     """Return the limits of a draft's engine: the target's tokens, at most those of full sequences, in whole blocks."""
-    full, num_blocks = (-(-n // KV_BLOCK) for n in (block_size, target.max_num_cached_tokens))
-    return EngineLimits(
-        target.max_num_seqs, block_size, max(full, min(num_blocks, target.max_num_seqs * full)) * KV_BLOCK
-    )
+    num_seqs = target.max_num_seqs
+    full, num_blocks = (-(-n // KV_BLOCK) for n in (model.block_size, target.max_num_cached_tokens))
+    num_states = (target.num_states or 2 * num_seqs) if model.recurrence else 0
+    tokens = max(full, min(num_blocks, num_seqs * full)) * KV_BLOCK
+    return EngineLimits(num_seqs, model.block_size, tokens, num_states=num_states)
 
 
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:
