@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.adapters import write_adapter
-from helpers.families import RECURRENT, make_folder
+from helpers.families import CASES, make_folder
 from helpers.gguf_files import NAMES, Q4_0, Stored, as_f16, as_f32, as_q8_0, write_gguf
 from helpers.models import refuses
 from helpers.mtp import check_gguf, make_mtp_folder
@@ -155,9 +155,9 @@ def store(values: np.ndarray) -> Stored:
 
 def test_engine_native_reads_parts_in_several_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads that are not side by side; queries and their gates are one tensor, and few rows have another format."""
-    name, fields = RECURRENT["qwen3_5"]
+    name, fields = CASES["qwen3_5"]
     widths = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "linear_value_head_dim": 32}
-    monkeypatch.setitem(RECURRENT, "qwen3_5", (name, fields | widths | {"linear_key_head_dim": 16}))
+    monkeypatch.setitem(CASES, "qwen3_5", (name, fields | widths | {"linear_key_head_dim": 16}))
     path = convert(make_folder("qwen3_5", tmp_path / "hf"), tmp_path / "a.gguf", store)
     weights, _ = gguf.open_file(path)
     formats = [weights.block_formats[f"transformer.h.{i}.attn.c_attn.weight"] for i in (0, 2)]

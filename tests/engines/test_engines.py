@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,45 +157,6 @@ def assert_extend(engine: Engine, parts: list[tuple[Handle, list[int], int]], ex
     logits = torch.as_tensor(engine.extend(batch))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 9)), max_size=25),
-    st.sampled_from(list(ENGINES)),
-)
-def test_any_order_of_operations(operations: list[tuple[int, int, int]], name: str) -> None:
-    """Random open, extend, truncate, fork and close: each sequence's logits are those of its tokens alone."""
-    gpt = make_model()
-    engine = make_engine(name, gpt)
-    texts: dict[Handle, list[int]] = {}
-    for kind, which, amount in operations:
-        handle = list(texts)[which % len(texts)] if texts else None
-        if kind == 0 and len(texts) < 4:
-            texts[engine.open()] = []
-        elif kind == 1 and texts:  # extend several, each by its own number
-            batch, wanted = StepBatch(), []
-            for i, h in enumerate(reversed(texts)):
-                new = prompt(1 + (amount + i * which) % 5, amount)
-                if len(texts[h]) + len(new) > TINY.block_size or (i + amount) % 4 == 3:
-                    continue
-                texts[h] = texts[h] + new
-                batch.add(h, new)
-                wanted.append(gpt(torch.tensor([texts[h]]))[0, -1])
-            logits = torch.as_tensor(engine.extend(batch))
-            torch.testing.assert_close(
-                logits, torch.stack(wanted) if wanted else torch.empty(0, V), atol=1e-4, rtol=1e-4
-            )
-        elif kind == 2 and handle is not None:
-            length = min(amount, len(texts[handle]))
-            engine.truncate(handle, length)
-            texts[handle] = texts[handle][:length]
-        elif kind == 3 and handle is not None and len(texts) < 4:
-            texts[engine.fork(handle)] = list(texts[handle])
-        elif kind == 4 and handle is not None:
-            engine.close(handle)
-            del texts[handle]
-        assert all(engine.length(h) == len(t) for h, t in texts.items())
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -1,29 +1,24 @@
-"""Recurrent layers: states that cannot be cut, on every engine that has them, against the whole prefix in each step."""
+"""Recurrent layers: states that cannot be cut, on every engine that has them, against the whole prefix in each step.
+
+The matrices of all families (test_family_engines.py, test_family_requests.py) have models of theirs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
-from helpers.engines import make_engine, naive_greedy
-from helpers.families import RECURRENT, make_folder
+from helpers.engines import make_engine, naive_greedy, nightly_if_interpreted
 from helpers.models import submit
-from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.checkpoints import packed
-from nanoinfer.checkpoints.gpt_loading import load_gpt
-from nanoinfer.checkpoints.huggingface import open_folder
+from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig, LayerKind, ModelConfig, Rotary, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import base
 from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import plan_limits, state_bytes
 from nanoinfer.kv.states import MAX_PENDING, ZEROS, StatePool
@@ -35,7 +30,6 @@ from nanoinfer.recurrence import Recurrence
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 
-CASES = tuple(RECURRENT)
 RULES = {
     "delta": Recurrence("delta", 4, 6, 10, 3, 8),
     "conv": Recurrence("conv", 3, 1, 40),
@@ -47,19 +41,9 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 COMMON = [(5 * i * i + 3 * i) % 61 for i in range(50)]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def make(case: str) -> Path:
-        make_folder(case, folder := tmp_path_factory.mktemp(case))
-        return folder
-
-    return make
-
-
 @cache
 def model(rule: str) -> Transformer:
-    """Return a random model with three recurrent layers of five, whose context is 96 tokens.
+    """Return a random model with three recurrent layers of five, or none, whose context is 96 tokens.
 
     beside: they have attention too, and one of the others has no MLP.
     """
@@ -68,10 +52,11 @@ def model(rule: str) -> Transformer:
         LayerKind(rotary=Rotary(8)),
         LayerKind(rotary=Rotary(8) if beside else None, recurrent=True, beside=beside),
     )
+    layers = (state, replace(attention, mlp=not beside), state, state, attention)
     config = ModelConfig(
         61, 96, 5, 4, 40, 64, False, "silu", num_kv_heads=2, head_size=16, learned_positions=False, norm="rms",
-        gated_mlp=True, layers=(state, replace(attention, mlp=not beside), state, state, attention),
-        recurrence=RULES[rule], attention_gate=rule == "delta", eos_token_ids=(3,),
+        gated_mlp=True, layers=layers if rule in RULES else (attention,) * 5, recurrence=RULES.get(rule),
+        attention_gate=rule == "delta", eos_token_ids=(3,),
     )  # fmt: skip
     gpt, generator = Transformer(config).eval(), torch.Generator().manual_seed(1)
     assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes(config)
@@ -85,17 +70,6 @@ def model(rule: str) -> Transformer:
 def new_core(name: str, gpt: Transformer, max_num_seqs: int) -> Core:
     engine = make_engine(name, gpt, max_num_seqs)
     return Core(engine, Scheduler(engine, SchedulerConfig(target_step_ms=None)), sample, None, 61)
-
-
-@pytest.mark.parametrize("case", CASES)
-@torch.inference_mode()
-def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    theirs = make_folder(case, tmp_path)
-    idx = torch.randint(0, 61, (2, 90), generator=torch.Generator().manual_seed(0))
-    expected = theirs(idx).logits
-    bound = 5e-4 if case.startswith("qwen3") else 1e-4  # transformers' two forms of the delta rule differ by as much
-    torch.testing.assert_close(load_gpt(open_folder(tmp_path))(idx), expected, rtol=bound, atol=bound)
-    assert expected.std() > 0.5
 
 
 @pytest.mark.parametrize("with_rate", [True, False])
@@ -160,13 +134,18 @@ def test_the_hidden_states_of_new_tokens_that_are_processed_before_others(
             torch.testing.assert_close(torch.from_numpy(rows), torch.from_numpy(expected), rtol=5e-4, atol=5e-4)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize(
+    ("name", "rule"), [*((name, rule) for name in RUNGS for rule in RULES), *((name, "none") for name in ENGINES)]
+)
 @pytest.mark.nightly_if(lambda name, rule: name != "native" and rule == "mamba2")  # "beside" has its state, too
+@pytest.mark.slow_if(lambda name: name == "compiled")
+@nightly_if_interpreted
 def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 random calls. States are kept so often that truncated forks use them, and so few fit that some are lost."""
+    """400 random calls. States are kept so often that truncated forks use them, and so few fit that some are lost.
+
+    none: attention alone."""
     monkeypatch.setattr(base, "MIN_SPLIT", 24)
     monkeypatch.setattr(base, "MIN_KEPT", 12)
     reference, engine = (make_engine(n, model(rule), 4) for n in ("recompute", name))
@@ -205,46 +184,6 @@ def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
             engine.length(h) for h in sorted(engine.handles)
         ]
     assert num_logits > 300
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ["static", "paged", "native"])
-@pytest.mark.nightly_if(lambda engine, case: engine != "native" and case not in ("qwen3_5", "lfm2", "falcon_h1"))
-def test_requests(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
-    """Chunked prompts, samples, beams, windows that slide, speculation and preemption give the tokens of recompute."""
-    reference, llm, drafted = (
-        LLM(str(folder_of(case)), engine=name, device="cpu", dtype="float32", max_num_seqs=4, **options)
-        for name, options in (
-            ("recompute", {}), (engine, {"max_num_batched_tokens": 7}),
-            (engine, {"draft": "prompt-lookup", "speculate_k": 3}),
-        )
-    )  # fmt: skip
-    prompts = [{"prompt_token_ids": p} for p in ([*COMMON, 7], [*COMMON[:17], 3, 9], [4], [4, 8, 15, 16, 23, 42] * 6)]
-    for params in (
-        replace(GREEDY, max_tokens=20), SamplingParams(max_tokens=12, temperature=0.9, n=2, seed=3, ignore_eos=True),
-        replace(GREEDY, max_tokens=120 if case == "lfm2" else 6, overflow="slide"),  # rounding grows in the delta rule
-        replace(GREEDY, max_tokens=3, prompt_logprobs=1),
-    ):  # fmt: skip
-        expected, *found = ([[o.token_ids for o in r.outputs] for r in x.generate(prompts, params)]
-                            for x in (reference, llm, drafted))  # fmt: skip
-        assert found == [expected, expected]
-    beams = BeamSearchParams(3, max_tokens=8)
-    best = [[[s.token_ids for s in r.sequences] for r in x.beam_search(prompts[:2], beams)] for x in (reference, llm)]
-    assert best[0] == best[1]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_packed_folder_gives_the_same_tokens(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
-    weights = open_folder(folder_of(case))
-    packed.write_folder(weights, tmp_path / "packed", "int8", None, threads=1)
-    assert replace(packed.open_folder(tmp_path / "packed").config, bos_token_id=None) == replace(
-        weights.config, bos_token_id=None
-    )
-    options = {"engine": "native", "quantization": "int8"}
-    original, found = (LLM(str(folder), **options) for folder in (folder_of(case), tmp_path / "packed"))
-    expected, tokens = (llm.generate([{"prompt_token_ids": COMMON}], GREEDY)[0].outputs for llm in (original, found))
-    assert tokens[0].token_ids == expected[0].token_ids
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from helpers import families
 from helpers.engines import generate, make_core
-from helpers.families import CASES, RECURRENT
+from helpers.families import CASES
 from helpers.features import FEATURES
 from helpers.models import make_limits, refuses
 from helpers.recorded import FakeRecorder
@@ -44,7 +44,7 @@ QUANTIZED = ("llama", "gemma3", "qwen3", "olmo2", "gpt_neox", "granite", "bitnet
 with experts: biases in them, and an MLP beside them; with states."""
 DAILY = (("llama", "int4"), ("gpt_neox", "int4"), ("gpt_oss", "int8"))
 RUN = [
-    name for name, (_, config) in (CASES | RECURRENT).items()
+    name for name, (_, config) in CASES.items()
     if "kv_lora_rank" not in config and not config.get("hidden_size_per_layer_input")
 ]  # fmt: skip
 """The cases without latent attention and per-layer embeddings, which the engine refuses."""

@@ -373,7 +373,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.3},
     ),
 }  # fmt: skip
-"""Models with recurrent layers (tests/engines/test_recurrent.py)."""
+"""The cases with recurrent layers."""
+CASES |= RECURRENT
 
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-10": ("Gemma2Config", {"head_dim": 10, "sliding_window": 6, "query_pre_attn_scalar": 10}),
@@ -403,7 +404,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_config(case: str) -> Any:
     """Return the config of transformers of a case."""
-    name, fields = (CASES | RECURRENT)[case]
+    name, fields = CASES[case]
     return getattr(transformers, name)(**{k: v for k, v in (SMALL | fields).items() if v is not None or k not in SMALL})
 
 

@@ -33,9 +33,11 @@ def test_logits_equal_those_of_transformers(case: tuple[Any, Path]) -> None:
     weights = open_folder(folder)
     gpt = load_gpt(weights)
     assert {name: tuple(p.shape) for name, p in gpt.named_parameters()} == shapes(weights.config)
-    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(0, 61, (2, 90), generator=torch.Generator().manual_seed(0))
     expected = model(idx).logits
-    torch.testing.assert_close(gpt(idx), expected, rtol=1e-4, atol=1e-4)
+    delta = weights.config.recurrence and weights.config.recurrence.rule == "delta"
+    bound = 5e-4 if delta else 1e-4  # transformers' two forms of the delta rule differ by as much
+    torch.testing.assert_close(gpt(idx), expected, rtol=bound, atol=bound)
     assert expected.std() > 0.5  # logits that hardly differ would show nothing
 
 

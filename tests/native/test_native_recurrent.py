@@ -1,10 +1,9 @@
-"""Recurrent layers on engine native: logits of the reference, the same bits in any company, all formats and instruction
-sets. tests/engines/test_recurrent.py has sequences of calls and requests."""
+"""Recurrent layers on engine native: logits of the reference, the same bits in any company, all instruction sets.
+tests/engines/test_recurrent.py has sequences of calls and requests, test_family_engines.py all formats."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from helpers.models import TINY, load_gpt, make_weights
 from helpers.native import ISAS, _native, engine_of, new_decoder
-from nanoinfer.checkpoints import huggingface, packed
 from nanoinfer.checkpoints.weights import Weights
 from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.base import StepBatch
@@ -107,24 +105,6 @@ def test_few_tokens_of_a_sequence_are_in_one_pass_over_the_layers() -> None:
         batch.add(few, TOKENS[1, have : have + count].tolist(), count)
         found.append(engine.extend(batch).copy())
     assert np.array_equal(np.concatenate(found), alone)
-
-
-@pytest.mark.parametrize("name", ["delta", "mamba2, odd widths", "beside, odd widths", "conv"])
-@pytest.mark.parametrize("format", ["float16", "bfloat16", "int8", "int4"])
-def test_formats_and_packed_folders(format: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions, decays and norms are float32 in each. A packed folder gives the same bits."""
-    weights = weights_of(name)
-    quantization = format if format.startswith("int") else None
-    if quantization is None:
-        weights = replace(weights, dtype=format)
-    expected = load_gpt(replace(weights, dtype="float32")).eval()(torch.tensor(TOKENS)).detach().numpy()
-    found = logits_of(new_engine(weights, quantization=quantization), [0, 1], 100, 1, 199)
-    assert error_of(found, expected[:2]) < {"float16": 0.02, "bfloat16": 0.05, "int8": 0.15, "int4": 0.5}[format]
-    monkeypatch.setattr(huggingface, "read_config", lambda path: weights.config)  # no family has all of this
-    monkeypatch.setattr(huggingface, "config_to_dict", lambda config, dtype: {})
-    packed.write_folder(weights, tmp_path / "packed", format, None, threads=1)
-    again = logits_of(new_engine(packed.open_folder(tmp_path / "packed")), [0, 1], 100, 1, 199)
-    assert np.array_equal(again, found)
 
 
 @pytest.mark.parametrize("name", STATES)
