@@ -81,7 +81,7 @@ class SpeculationConfig:
     """Options of speculative decoding."""
 
     draft: str | None = None
-    """Draft source: prompt-lookup, mtp, a model, self:int8, self:int4, self:LAYERS or auto (default: none)."""
+    """Draft source: prompt-lookup[:shared], mtp, a model, self:int8, self:int4, self:LAYERS or auto (default: none)."""
     speculate_k: str | int = "auto"
     """Tokens proposed per step: 1 to 64, or auto (adapts to the acceptance rate; may be 0)."""
     speculate_rule: str = chosen("reproduce", RULES)

@@ -430,6 +430,27 @@ def test_prompt_lookup_grows_with_a_text_as_if_it_had_read_it_at_once() -> None:
     assert look_up("abc", 6, drafter, row) == ""
 
 
+def test_a_pool_has_ended_texts_of_the_same_salt_up_to_its_number_of_tokens() -> None:
+    drafter = PromptLookup(pool_tokens=20)
+
+    def propose(text: str, salt: str | None, k: int = 5) -> str:
+        ids = [ord(c) for c in text]
+        row = Text(Request(0, None, ids, SamplingParams(), 0), 0, OutputText(None, ()), 64, ids)
+        asked = DraftRequest(row, ids, 0, k, salt)  # type: ignore[arg-type]
+        (proposal,) = drafter.propose([asked])
+        assert (drafter.num_behind(asked) is None) == (not proposal.token_ids)
+        drafter.forget(row)  # type: ignore[arg-type]
+        return "".join(map(chr, proposal.token_ids))
+
+    assert propose("abcdefgh", "a") == ""
+    assert propose("..bcde", "b") == ""  # of another salt
+    assert propose("abcde", "a") == "fgh"  # and adds nothing that the pool has not
+    assert propose("abcdXcdefabcd", "a") == "Xcdef"  # the sequence's own text is first
+    assert propose("bcdefg", "a") == ""  # the first text was dropped for the last one
+    drafter.reset()
+    assert propose("abcd", "a") == ""
+
+
 def test_prompt_lookup_looks_before_the_window_too() -> None:
     """The window that the target sees slides; what stood before it was still said."""
     ids = [ord(c) for c in "hello world. " + "x" * 40 + "hello wor"]

@@ -9,8 +9,9 @@ estimates the seconds of the target's steps, the drafter its own.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoinfer.speculative.step_costs import DecayedRatio, StepCosts
 
@@ -24,11 +25,11 @@ OPENING_STEPS, MAX_CREDIT_STEPS = 1.5, 8.0  # credit, in plain steps
 MAX_DEBT_STEPS = 4.0  # limit of the debt, in plain steps; the first sequence may exceed it
 FEW_BEHIND = 8  # tokens that a drafter processes together with its proposals, without a debt
 FIRST_RETRY, LAST_RETRY = 4, 32  # plain steps between probes
+LEARNED_STEPS = 4  # plain steps that are learned together
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
 
 
-@dataclass(frozen=True)
-class DraftBudget:
+class DraftBudget(NamedTuple):
     """Limits of one sequence, from which its number of proposals is chosen."""
 
     max_tokens: int
@@ -39,8 +40,7 @@ class DraftBudget:
     """Tokens that the drafter must process first."""
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """Result of a step in which every sequence decoded."""
 
     rounds: Sequence[tuple[int, int]]
@@ -91,6 +91,8 @@ class AdaptiveK:
         self._num_to_wait, self._retry_after = 0, FIRST_RETRY
         self._probes = False
         self._num_plain = self._num_since_plain = 0
+        self._unlearned: list[float] = []  # seconds of plain steps of `_num_seqs` sequences, learned together
+        self._num_seqs = 0
 
     def waits(self) -> bool:
         """Count a step of the wait before the next probe; return whether it must be plain."""
@@ -99,6 +101,7 @@ class AdaptiveK:
 
     def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
         """Return the number of tokens to propose for each sequence of a step in which all sequences decode."""
+        self._learn_plain()
         num_seqs, plain_sec = len(budgets), self._costs(len(budgets), len(budgets))
         if self._credit_sec is None:
             self._credit_sec = OPENING_STEPS * plain_sec
@@ -158,6 +161,23 @@ class AdaptiveK:
 
     def learn(self, outcome: StepOutcome) -> None:
         """Update statistics, costs and credit with the result of a step."""
+        if outcome.drafted is not None or len(outcome.rounds) != self._num_seqs:
+            self._learn_plain()
+        if outcome.drafted is None:
+            self._num_seqs = len(outcome.rounds)
+            self._unlearned.append(outcome.step_sec)
+            if len(self._unlearned) == LEARNED_STEPS:
+                self._learn_plain()
+        else:
+            self._learn(outcome)
+
+    def _learn_plain(self) -> None:
+        """Learn from plain steps as from one of their median duration; each alone would take 1% of a short step."""
+        if steps := self._unlearned:
+            self._unlearned = []
+            self._learn(StepOutcome([(0, 0)] * self._num_seqs, statistics.median(steps)), len(steps))
+
+    def _learn(self, outcome: StepOutcome, num_steps: int = 1) -> None:
         num_seqs, rounds = len(outcome.rounds), [r for r in outcome.rounds if r[0]]
         num_tokens = num_seqs + sum(proposed for proposed, _ in rounds)
         step_sec = min(outcome.step_sec, 2 * self._costs(num_seqs, num_tokens))  # a longer step was disturbed
@@ -167,7 +187,7 @@ class AdaptiveK:
             self._num_since_plain += 1
             self._acceptance.learn(rounds)
         else:
-            self._num_plain, self._num_since_plain = self._num_plain + 1, 0
+            self._num_plain, self._num_since_plain = self._num_plain + num_steps, 0
         if self._probes and outcome.drafted is not None:
             if rounds:
                 accepted = any(accepted for _, accepted in rounds)
@@ -178,7 +198,7 @@ class AdaptiveK:
         plain_sec = self._costs(num_seqs, num_seqs)
         saved = sum(accepted for _, accepted in rounds) * plain_sec / num_seqs
         extra = outcome.draft_sec - reading + (step_sec - plain_sec if rounds else 0.0)
-        gain = saved - extra + LOSS_SHARE * (step_sec + outcome.draft_sec)
+        gain = saved - extra + LOSS_SHARE * (step_sec * num_steps + outcome.draft_sec)
         repaid = max(0.0, min(gain, self._debt_sec))
         self._debt_sec += reading - repaid
         self._credit_sec = min(self._credit_sec + gain - repaid, MAX_CREDIT_STEPS * plain_sec)

@@ -29,6 +29,8 @@ class DraftRequest:
     """First token of the target's window."""
     num_tokens: int
     """Maximum number of tokens to propose, >= 1."""
+    salt: str | None = None
+    """Proposals come from requests of the same salt only."""
     with_weights: bool = False
     """Whether to return the distributions of the proposed tokens (rule reject). Equal for all requests of a call."""
 
@@ -52,8 +54,8 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return a proposal for each request, in order."""
 
-    def num_behind(self, request: DraftRequest) -> int:
-        """Return the number of tokens of a sequence that the drafter must process before it can propose."""
+    def num_behind(self, request: DraftRequest) -> int | None:
+        """Return the number of tokens that the drafter must process before it can propose; None: it has no proposal."""
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
         """Return the estimated duration of `propose`.

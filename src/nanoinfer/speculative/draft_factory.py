@@ -25,7 +25,7 @@ from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.mtp import NextTokens
-from nanoinfer.speculative.prompt_lookup import PromptLookup
+from nanoinfer.speculative.prompt_lookup import POOL_TOKENS, PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
 from nanoinfer.tokenizers.tokenizer import Tokenizer, fingerprint
@@ -33,6 +33,7 @@ from nanoinfer.tokenizers.tokenizer import Tokenizer, fingerprint
 log = logging.getLogger("nanoinfer")
 
 PROMPT_LOOKUP, MTP = "prompt-lookup", "mtp"
+LOOKUPS = {PROMPT_LOOKUP: 0, "prompt-lookup:shared": POOL_TOKENS}  # name -> tokens of other requests
 LARGE_DRAFT = 1 << 25  # parameters: more than the last-level caches of most CPUs hold in int8
 PROMPT_SIZES = (16, 64, 256)  # tokens of the steps that are timed to estimate the prefill of a draft model
 COMPANIONS = {  # target -> its draft; wide:<model>:<preset> uses the draft of the model
@@ -68,7 +69,7 @@ class DraftFactory:
             NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
         name, target = self._resolve(draft), self._target
-        if name == PROMPT_LOOKUP:
+        if name in LOOKUPS:
             return self._config
         self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
@@ -92,7 +93,8 @@ class DraftFactory:
         name, rule, k = self._resolve(config.draft), config.speculate_rule, config.fixed_k
         if (name, rule, k) not in self._speculators:
             if name not in self._drafters:
-                self._drafters[name] = PromptLookup() if name == PROMPT_LOOKUP else self._build(name, engine.limits)
+                lookup = PromptLookup(LOOKUPS[name]) if name in LOOKUPS else None
+                self._drafters[name] = lookup or self._build(name, engine.limits)
             if k is None and self._costs is None:
                 self._costs = StepCosts(measure_steps(engine, 4 * engine.limits.max_num_seqs + MAX_K))
             costs = self._costs if k is None else None

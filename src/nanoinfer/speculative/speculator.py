@@ -110,7 +110,7 @@ class Speculator:
             return StepProposals()  # AdaptiveK estimates costs only for steps without prefill
         if not requests:
             return StepProposals()
-        behind = sum(map(self.drafter.num_behind, requests))
+        behind = sum(self.drafter.num_behind(r) or 0 for r in requests)
         start = self._clock()
         proposals = self.drafter.propose(requests)
         draft_sec = self._clock() - start
@@ -128,15 +128,18 @@ class Speculator:
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
+        behind = [self.drafter.num_behind(r) if r.num_tokens > 0 else None for r in requests]
+        if behind.count(None) == len(behind):  # without the time to choose a number that nobody can propose
+            return []
         rows = [cast("scheduling.Sequence", r.row) for r in requests]
         budgets = [
-            DraftBudget(r.num_tokens, s.max_tokens - s.num_output_tokens, self.drafter.num_behind(r))
-            for r, s in zip(requests, rows, strict=True)
+            DraftBudget(0 if n is None else r.num_tokens, s.max_tokens - s.num_output_tokens, n or 0)
+            for r, s, n in zip(requests, rows, behind, strict=True)
         ]
         return [replace(r, num_tokens=k) for r, k in zip(requests, adaptive.choose(budgets), strict=True) if k > 0]
 
     def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
-        return DraftRequest(s, s.token_ids, s.start, num_tokens, self.rule == "reject")
+        return DraftRequest(s, s.token_ids, s.start, num_tokens, s.request.salt, self.rule == "reject")
 
     def learn(
         self,

@@ -54,19 +54,18 @@ class StepTimes:
 class DecayedRatio:
     """Ratio of actual to expected duration: a decayed mean of its logarithm."""
 
+    ratio = 1.0
+    """Actual over expected seconds."""
+
     def __init__(self, rate: float = 0.2) -> None:
         self._rate, self._log, self._num = rate, 0.0, 0
-
-    @property
-    def ratio(self) -> float:
-        """Actual over expected seconds."""
-        return math.exp(self._log)
 
     def learn(self, ratio: float) -> None:
         """Add a ratio. The difference from the mean is clipped to limit the effect of one disturbed step."""
         self._num += 1
         error = max(-MAX_LOG_ERROR, min(math.log(ratio) - self._log, MAX_LOG_ERROR))
         self._log += error * max(self._rate, 1 / self._num)
+        self.ratio = math.exp(self._log)
 
 
 class StepCosts:
