@@ -20,7 +20,7 @@ using Floats = std::vector<float>;
 
 constexpr WeightType kTypes[] = {WeightType::f32, WeightType::f16, WeightType::bf16,
                                  WeightType::i8,  WeightType::q8_0};
-constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::i8};
+constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::i8, CacheType::i4};
 #define NI_NAME(name) #name,
 inline const char* name_of(WeightType t) {
   constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", NI_BLOCK_FORMATS(NI_NAME)};
@@ -31,7 +31,7 @@ inline const char* name_of(WeightType t) {
 constexpr WeightType kBlockTypes[] = {NI_BLOCK_FORMATS(NI_TYPE)};
 #undef NI_TYPE
 inline const char* name_of(CacheType t) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "int8"};
+  constexpr const char* kNames[] = {"float32", "bfloat16", "int8", "int4"};
   return kNames[static_cast<int>(t)];
 }
 

@@ -77,14 +77,20 @@ struct Head {
   }
 };
 
-// Rows (T, D) in a cache's type; int8: integers of at most `most`, with a scale for each row. Keys and values have 127.
-std::vector<double> rounded(CacheType type, const Floats& x, std::int64_t D, float most) {
+// Rows (T, D) in a cache's type; int8: integers of at most `most`, with a scale for each row. Keys and values have 127; int4: an
+// offset and integers of `width` bits, if it is given.
+std::vector<double> rounded(CacheType type, const Floats& x, std::int64_t D, float most, int width = 0) {
   std::vector<double> y(x.begin(), x.end());
   for (std::size_t at = 0; at < x.size(); at += D) {
     const float top = largest(&x[at], D), scale = top / most, inverse = most / top;
+    const auto [low, high] = std::minmax_element(&x[at], &x[at] + D);
+    const float half = 1 << width >> 1, range = *high - *low + std::max(*high, -*low) / 256;
+    const float step = as_bf16(range / (2 * half - 1)), offset = as_bf16((*high + *low + step) / 2);
     for (std::size_t i = at; i < at + D; ++i)
-      if (type == CacheType::bf16) y[i] = as_bf16(x[i]);
-      else if (type == CacheType::i8) y[i] = std::nearbyint(x[i] * inverse) * static_cast<double>(scale);
+      if (type == CacheType::i4 && width)
+        y[i] = offset + std::nearbyint(std::clamp((x[i] - offset) * (1 / step), -half, half - 1)) * static_cast<double>(step);
+      else if (type == CacheType::bf16) y[i] = as_bf16(x[i]);
+      else if (has_integers(type)) y[i] = std::nearbyint(x[i] * inverse) * static_cast<double>(scale);
   }
   return y;
 }
@@ -109,7 +115,7 @@ void test_attention(Test& t, const Kernels& kernels, CacheType type, std::int64_
   const Floats k = random(T * D, 5), v = random(T * D, 6);
   const Head head(kernels, type, D, k, v);
   const Floats all = head.attend(t, kernels, q, 0, T);
-  const std::vector<double> keys = rounded(type, k, D, 127), values = rounded(type, v, D, 127);
+  const std::vector<double> keys = rounded(type, k, D, 127, 6), values = rounded(type, v, D, 127, 4);
   const std::vector<double> queries = rounded(type, q, D, 127 * 256);
   // Weights in bfloat16 differ by 2^-9 at most, and results are means of the values.
   const double atol = 2e-4 + (type == CacheType::bf16 ? largest(v.data(), T * D) / 256 : 0);

@@ -277,10 +277,11 @@ def cached(x: Array, cache: str, few: int = 6) -> Array:
     """What the cache stores of rows (T, D); int4: integers of `few` bits, 6 of keys and 4 of values."""
     if cache != "int4":
         return rounded(x, cache, 127)
-    half = np.float32(2 ** (few - 1) - 0.5)
-    top = np.abs(x).max(1, keepdims=True)
-    integers = np.rint(np.minimum(x * (np.float32(127) / top) * (half / np.float32(127)), half - np.float32(0.5)))
-    return integers * (top / half).astype(np.float64)
+    half, high, low = 2 ** (few - 1), x.max(1, keepdims=True), x.min(1, keepdims=True)
+    step = bf16((high - low + np.maximum(high, -low) / 256) / np.float32(2 * half - 1))
+    offset = bf16((high + low + step) / 2)
+    integers = np.rint(np.clip((x - offset) * (1 / np.maximum(step, np.float32(1e-30))), -half, half - 1))
+    return offset + integers * step.astype(np.float64)
 
 
 def queries(x: Array, cache: str) -> Array:

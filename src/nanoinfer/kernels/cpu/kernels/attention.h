@@ -39,6 +39,8 @@ struct Queries {
   Unit* units;                    // (ceil(D / kUnit), kWords, M); tiles: (ceil(D / kUnit / 16), kWords, M, 16)
   float scale[M];                 // of the scores
   std::int32_t shift[M][2];       // int8, of each sum: what the 128 that is added to the keys contributes, negated
+  float total[M];                 // int4: sum of the integers, which the offset of a key multiplies
+  float offset[M];                // int4: what the offsets of values contribute
   float* out[M];                  // the row's result, or its part of it: partial_floats(head_dim) - kLanes
   float share[M];                 // what sums of values are multiplied by: 1 / sum of the weights, 1 if there are more pieces
   float sink[M];                  // a further score in that sum
@@ -105,6 +107,7 @@ struct Queries {
       scale[m] *= row.scale;
       shift[m][0] = -128 * sum(digits.highs);
       shift[m][1] = -128 * sum(digits.lows);
+      total[m] = (256.0f * (float)shift[m][0] + (float)shift[m][1]) / -128;
       return;
     }
 #endif
@@ -127,11 +130,25 @@ struct Queries {
       scale[m] *= quantize_row<127 << 8>(q, t.head_dim, take);
       shift[m][0] = -128 * sum(kMultiplies16 ? numbers : highs);
       if constexpr (!kMultiplies16) shift[m][1] = -128 * sum(numbers) - 256 * shift[m][0];
+      total[m] = (float)sum(numbers);
     } else {
       for (std::int64_t d = 0; d < t.head_dim; d += 16) put(d, 0, load_first(q + d, t.head_dim - d));
     }
   }
 };
+
+// Scores of row m, whose sums are of products with keys of a block. `scales` are theirs.
+template <CacheType type, class Rows>
+NI_INLINE f32x16 score_of(const AttentionTask& t, const Rows& rows, int m, f32x16 sums, const std::uint8_t* scales) {
+  f32x16 score = sums, scale = broadcast(rows.scale[m]);
+  if constexpr (type == CacheType::i8) scale = scale * load((const float*)scales);
+  if constexpr (type == CacheType::i4) {
+    const i32x16 pair = load_ints(scales);
+    score = fma(sums, first_of(pair), second_of(pair) * broadcast(rows.total[m]));
+  }
+  score = score * scale;
+  return t.softcap > 0 ? soft_cap(score, t.softcap) : score;
+}
 
 // Scores of M rows against the keys of B blocks; lanes are positions. Each score is summed in the order of the
 // dimensions in all cases. The first `ahead` of the blocks that follow are prefetched.
@@ -160,12 +177,7 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
     }
   }
   for (int b = 0; b < B; ++b)
-    NI_ROWS {
-      f32x16 scale = broadcast(rows.scale[m]);
-      if constexpr (has_integers(type)) scale = scale * load((const float*)(blocks[b] + t.offset));
-      const f32x16 score = C::value(acc[m][b]) * scale;
-      store(out + m * stride + b * kBlock, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
-    }
+    NI_ROWS store(out + m * stride + b * kBlock, score_of<type>(t, rows, m, C::value(acc[m][b]), blocks[b] + t.offset));
 }
 
 template <CacheType type>
@@ -242,7 +254,7 @@ NI_INLINE f32x16 larger(const Rows& rows, int m, std::int64_t at, f32x16 scores,
 template <CacheType type, class Rows>
 void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t base, std::int64_t length, f32x16 top) {
   const std::int64_t begin = rows.begin[m] - base, end = rows.end[m] - base;
-  f32x16 total = broadcast(0.0f), check = broadcast(0.0f);
+  f32x16 total = broadcast(0.0f), check = total, offset = total;
   const f32x16 sink = broadcast(rows.sink[m]), origin = exp_from(max(sink, broadcast(largest(top))));
   float largest_of[kSpansAtOnce];
   for (std::int64_t i = 0; i < length; i += kSpan) {
@@ -253,6 +265,11 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
       const auto of = [&](f32x16 x) __attribute__((always_inline)) { return whole ? x : between(from, to, x, 0.0f); };
       e[b] = own ? of(exp_below(load(s + at), origin)) : broadcast(0.0f);
       if constexpr (has_integers(type)) scales[b] = own ? of(load(value_scales(t, (base + at) / kBlock))) : e[b];
+      if constexpr (type == CacheType::i4) {
+        const i32x16 pair = bits<i32x16>(scales[b]);
+        scales[b] = first_of(pair);
+        offset = fma(e[b], second_of(pair), offset);
+      }
     };
     if (begin <= i && i + kSpan <= end) {
       NI_UNROLL(4) for (int b = 0; b < kSpanBlocks; ++b) weigh(b, /*whole=*/true);
@@ -277,6 +294,7 @@ void softmax(const AttentionTask& t, Rows& rows, int m, float* s, std::int64_t b
     }
   }
   float whole = sum(total);
+  if constexpr (type == CacheType::i4) rows.offset[m] = sum(offset);
   if (t.sinks && rows.first[m]) whole += first_lane(exp_below(sink, origin));
   rows.weights[m] = {first_lane(origin), whole + sum(check)};
   rows.share[m] = rows.is_whole(t, m) ? 1.0f / rows.weights[m].sum : 1.0f;
@@ -293,7 +311,7 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
   const std::int64_t width = value_width<C>(t.head_dim), at = d / 16 / C::kShare * 16;
   const std::int64_t common_begin = rows.begin[M - 1], common_end = rows.end[0];  // attended by all rows
   f32x16 acc[M][N];
-  NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(0.0f);
+  NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(type == CacheType::i4 ? rows.offset[m] : 0.0f);
   for (; base < rows.highest; base += kSpan, weights += kSpan) {
     typename C::Sum sum[M][N][kDigits];
     NI_ROWS for (int j = 0; j < N; ++j) NI_DIGITS {

@@ -113,12 +113,10 @@ void tile_scores(const AttentionTask& t, const AmxQueries<type>& rows, int count
       const AmxSums<in_tiles(type)>& sum = sums[b / 2 % 2];
       float* to = s + (b + i) * kBlock - base;
       for (int r = 0; r < count; ++r, to += stride) {
-        f32x16 score;
-        if constexpr (has_integers(type))
-          score = sum_of(sum, i, r, rows.shift[r]) * (broadcast(rows.scale[r]) * load((const float*)(t.blocks[b + i] + t.offset)));
-        else
-          score = sum_of(sum, i, r) * broadcast(rows.scale[r]);
-        if (t.softcap > 0) score = soft_cap(score, t.softcap);
+        f32x16 sums;
+        if constexpr (has_integers(type)) sums = sum_of(sum, i, r, rows.shift[r]);
+        else sums = sum_of(sum, i, r);
+        const f32x16 score = score_of<type>(t, rows, r, sums, t.blocks[b + i] + t.offset);
         store(to, score);
         top[r] = larger(rows, r, (b + i) * kBlock, score, top[r]);
       }
@@ -213,7 +211,7 @@ void tile_mix(const AttentionTask& t, AmxQueries<type>& rows, int count, const f
   SpanValues values[2] = {};
   AmxSums<CacheType::i8> sums[2];
   f32x16 total[kAmxRows][2];
-  for (int r = 0; r < count; ++r) total[r][0] = total[r][1] = broadcast(0.0f);
+  for (int r = 0; r < count; ++r) total[r][0] = total[r][1] = broadcast(type == CacheType::i4 ? rows.offset[r] : 0.0f);
   const auto add = [&](std::int64_t from) __attribute__((always_inline)) {
     constexpr std::int32_t none[2] = {};
     const float* scale = weights + from - base + 2 * kSpanUnits<CacheType::i8>;

@@ -12,7 +12,7 @@
 // are not negative. Queries and weights have 16 bits then, and two words for each unit: two digits, x = 256 x[0] + x[1], or,
 // where bytes are multiplied in 16 bits, two pairs of numbers. Both give the same sums.
 // int4 has values of 4 bits and keys of 6, whose errors a softmax enlarges. They become bytes, 16 and 4 times as large, in registers, and
-// then all is as for int8:
+// then all is as for int8, but that a scale has 16 bits and is followed by an offset of 16, the number that the byte 0 stands for:
 //   keys (ceil(D / 16), 3, kBlock): a unit has the upper 4 bits of each byte of two units, another the two bits that follow, of four
 //   values (kBlock / 4, ceil(D / 32), 16): a unit has those of dimension d and, in the upper bits, d + 16
 
@@ -156,19 +156,37 @@ struct Slot {
   }
 };
 
-// Numbers as integers from -2^(bits - 1) on: the largest magnitude is half a step below that, and half a step above the highest integer.
-template <int bits>
+// Numbers as signed integers of few bits from the lowest to the highest. Scale and offset are rounded first, so that the integers make up
+// for it: the range is enlarged by what the offset may be off.
+template <int width>
 struct FewBits {
-  static constexpr float kHalf = (1 << (bits - 1)) - 0.5f;
+  static constexpr float kHalf = 1 << (width - 1);
   const float* x;
   std::int64_t n;
-  RowScale<127> row;
+  Unit scale_and_offset;
+  f32x16 inverse, offset;
 
-  FewBits(const float* x, std::int64_t n) : x(x), n(n), row(RowScale<127>::of(x, n)) {}
-  float scale() const { return row.scale * (127 / kHalf) / (1 << (8 - bits)); }  // of integers in the upper bits of bytes
+  FewBits(const float* x, std::int64_t n) : x(x), n(n) {
+    f32x16 high = broadcast(x[0]), low = high, check = broadcast(0.0f);
+    for (std::int64_t d = 0; d < n; d += 16) {
+      const f32x16 v = first(n - d, load_first(x + d, n - d), x[0]);
+      high = max(high, v), low = min(low, v), check = fma(v, broadcast(0.0f), check);
+    }
+    const float most = largest(high), least = -largest(broadcast(0.0f) - low), bad = sum(check);  // bad is 0 or NaN
+    const float range = most - least + (most > -least ? most : -least) / 256;
+    float pair[16] = {range / (2 * kHalf - 1) + bad};
+    std::uint16_t rounded[16];
+    store_bf16(rounded, load(pair));
+    const float step = bits<float>((std::uint32_t)rounded[0] << 16);
+    pair[0] = step / (1 << (8 - width)), pair[1] = (most + least + step) / 2;
+    store_bf16(rounded, load(pair));
+    __builtin_memcpy(&scale_and_offset, rounded, sizeof scale_and_offset);
+    offset = broadcast(bits<float>((std::uint32_t)rounded[1] << 16));
+    inverse = broadcast(step > 1e-30f ? 1 / step : 0.0f);
+  }
   __attribute__((always_inline)) i32x16 at(std::int64_t d) const {
-    if (d >= n || !row.usable) return broadcast(0);
-    return round(min(load_first(x + d, n - d) * row.inverse * broadcast(kHalf / 127), broadcast(kHalf - 0.5f)));
+    const f32x16 v = (load_first(x + d, n - d) - offset) * inverse;
+    return round(min(max(v, broadcast(-kHalf)), broadcast(kHalf - 1)));
   }
 };
 NI_INLINE void store_int4(const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part, std::int64_t slot) {
@@ -176,8 +194,8 @@ NI_INLINE void store_int4(const float* k, const float* v, std::int64_t head_dim,
   const Slot<CacheOf<CacheType::i4>> to(part, head_dim, slot);
   const FewBits<6> key(k, head_dim);
   const FewBits<4> value(v, head_dim);
-  ((float*)part)[slot] = key.scale();
-  ((float*)part)[kBlock + slot] = value.scale();
+  ((Unit*)part)[slot] = key.scale_and_offset;
+  ((Unit*)part)[kBlock + slot] = value.scale_and_offset;
   for (std::int64_t d = 0; d < head_dim; d += 16) {
     const i32x16 x = key.at(d) + broadcast(32);
     Unit upper[4], lower[4], *const at = to.keys + d / 16 * 3 * kBlock;
