@@ -65,6 +65,7 @@ FILE_BLOCKS: dict[str, dict[str, Any]] = {
     "blocks of the file, float32 keys and values": {"kv_cache_dtype": "float32"},
     "blocks of the file": {},
     "blocks of the file, int8 keys and values": {"kv_cache_dtype": "int8"},
+    "blocks of the file, int4 keys and values": {"kv_cache_dtype": "int4"},
 }
 """Configurations for a model whose file has quantized blocks."""
 
