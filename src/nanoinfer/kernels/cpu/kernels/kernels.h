@@ -88,26 +88,29 @@ struct MatmulTask {
   const float* added = nullptr;  // (rows, y_stride), to the sums in front of the epilogue; null: nothing
 };
 
-// An update of low rank, B A x, of the outputs of a matrix from panel `first` on. A is (rank, depth), B (panels, rank, kPanel),
-// both padded with zeros, in float32, bfloat16 or int8, whose scales of both are one for each rank.
+// An update of low rank, B A x, of the outputs of a matrix from panel `first` on, in float32, bfloat16, or 8 bits, stored as
+// w + 128, with one scale for each rank of both. A is (ranks / kLanes, depth, kLanes), B (panels, rank, kPanel); in 8 bits
+// (ranks / kLanes, depth / 4, kLanes, 4), and (panels, quads of ranks, kPanel, 4). Both are padded with zeros.
 struct LowRank {
   WeightType type;
   std::int64_t rank, in;
-  std::int64_t depth;                // `in`, padded to kLanes
+  std::int64_t depth;                // `in`, in 8 bits padded to kGroup
   std::int64_t first, panels;
   const std::uint8_t *a = nullptr, *b = nullptr;
-  const float* scale = nullptr;      // (rank), 1 unless the factors are int8
+  const float* scale = nullptr;      // (ranks, padded to kLanes): 1 unless the factors have 8 bits, then 0
 };
 
-// Rows with an update: x to t = A x, and t to y, to which B t is added.
+// Rows with an update: x to t = A x, and t to y, to which B t is added. In 8 bits, t is what kernels/low_rank.h makes of it.
 struct LowRankRows {
   std::int64_t rows;
-  const float* x;
-  std::int64_t x_stride;
   float* t;
   std::int64_t t_stride;
-  float* y;                          // all outputs
-  std::int64_t y_stride;
+  const float* x = nullptr;
+  std::int64_t x_stride = 0;
+  const MatmulTask* prepared = nullptr;  // of x and other rows, for the matrix that reads them
+  std::int64_t first = 0;                // of these rows among them
+  float* y = nullptr;                    // all outputs
+  std::int64_t y_stride = 0;
 };
 
 // A causal convolution of `count` channels, each of which has `taps` weights, for one token: rows[i] has the inputs of the token

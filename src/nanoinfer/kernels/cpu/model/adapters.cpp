@@ -18,9 +18,11 @@ WeightType type_of_factors(WeightType matrix) {
   return matrix == WeightType::bf16 || matrix == WeightType::f16 ? WeightType::bf16 : WeightType::i8;
 }
 
+std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+
 std::int64_t bytes_of(WeightType type) { return type == WeightType::f32 ? 4 : type == WeightType::bf16 ? 2 : 1; }
 
-// Write a float in a format: its bits, those of the nearest bfloat16, ties to even, or the nearest integer.
+// Write a float in a format: its bits, those of the nearest bfloat16, ties to even, or the nearest integer + 128.
 void put(WeightType type, std::uint8_t* to, std::int64_t index, float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -30,7 +32,7 @@ void put(WeightType type, std::uint8_t* to, std::int64_t index, float value) {
     const std::uint16_t half = static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     std::memcpy(to + 2 * index, &half, sizeof half);
   } else {
-    to[index] = static_cast<std::uint8_t>(static_cast<std::int8_t>(std::lrint(value)));
+    to[index] = static_cast<std::uint8_t>(std::lrint(value) + 128);
   }
 }
 
@@ -48,26 +50,34 @@ void Adapters::load(std::int64_t adapter, const Matrix& input, const Matrix& out
   List& readers = one.inputs[&input];
   auto update = std::make_shared<Update>();
   const WeightType type = type_of_factors(output.type);
-  const std::int64_t first = g.first / kPanel, depth = (g.in + kLanes - 1) / kLanes * kLanes;
-  const std::int64_t panels = (g.first + g.rows + kPanel - 1) / kPanel - first, bytes = bytes_of(type);
-  update->at = readers.empty() ? 0 : readers.back()->at + readers.back()->factors.rank;
-  update->memory = std::make_unique<std::uint8_t[]>(bytes * g.rank * (depth + panels * kPanel) + 64);
-  std::uint8_t* const memory = update->memory.get();
-  std::uint8_t* const a = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
-  std::uint8_t* const b = a + bytes * g.rank * depth;
+  const std::int64_t quad = type == WeightType::i8 ? 4 : 1;  // inputs, or ranks, of an output that follow each other
+  const std::int64_t first = g.first / kPanel, depth = round_up(g.in, quad == 4 ? kGroup : 1);
+  const std::int64_t panels = round_up(g.first + g.rows, kPanel) / kPanel - first, bytes = bytes_of(type);
+  const std::int64_t ranks = round_up(g.rank, kLanes), floats = panels * round_up(g.rank, quad) * kPanel;
+  update->at = readers.empty() ? 0 : readers.back()->at + readers.back()->scale.size();
+  update->scale.resize(ranks);
+  const std::size_t size = round_up(bytes * (ranks * depth + floats), 64);
+  if (one.memory.empty() || size > one.memory.back().size() - one.used)
+    one.memory.emplace_back(std::max(size, kHugePage)), one.used = 0;
+  std::uint8_t* const a = one.memory.back().data() + one.used;
+  one.used += size;
+  std::uint8_t* const b = a + bytes * ranks * depth;
+  if (quad == 4) std::fill(b, b + floats, std::uint8_t{128});
   for (std::int64_t j = 0; j < g.rank; ++j) {
     float of_a = 1, of_b = 1;
-    if (type == WeightType::i8) of_a = scale_of(g.a + j * g.in, g.in, 1), of_b = scale_of(g.b + j, g.rows, g.rank);
-    update->scale.push_back(of_a * of_b);
-    if (!(update->scale.back() != 0)) continue;
-    for (std::int64_t i = 0; i < g.in; ++i) put(type, a, j * depth + i, g.a[j * g.in + i] / of_a);
+    if (quad == 4) of_a = scale_of(g.a + j * g.in, g.in, 1), of_b = scale_of(g.b + j, g.rows, g.rank);
+    update->scale[j] = of_a * of_b;
+    if (!(update->scale[j] != 0)) continue;
+    std::uint8_t* const lanes = a + bytes * (j / kLanes * kLanes * depth);
+    for (std::int64_t i = 0; i < g.in; ++i)
+      put(type, lanes, (i / quad * kLanes + j % kLanes) * quad + i % quad, g.a[j * g.in + i] / of_a);
     for (std::int64_t o = 0; o < g.rows; ++o) {
-      const std::int64_t place = g.first + o - first * kPanel;
-      put(type, b, (place / kPanel * g.rank + j) * kPanel + place % kPanel, g.b[o * g.rank + j] / of_b);
+      const std::int64_t place = g.first + o - first * kPanel, line = place / kPanel * (round_up(g.rank, quad) / quad) + j / quad;
+      put(type, b, (line * kPanel + place % kPanel) * quad + j % quad, g.b[o * g.rank + j] / of_b);
     }
   }
   update->factors = {type, g.rank, g.in, depth, first, panels, a, b, update->scale.data()};
-  most_projected_ = std::max(most_projected_, update->at + g.rank);
+  most_projected_ = std::max(most_projected_, update->at + ranks);
   readers.push_back(update);
   one.outputs[&output].push_back(std::move(update));
 }
@@ -117,15 +127,17 @@ void ForwardPass::with_updates(Range rows, const Adapters::List* (Adapters::*of)
 // Project the inputs of a product, for rows whose adapters update it.
 void ForwardPass::project(const float* x, std::int64_t stride, const Matrix& next, Range rows) {
   if (!has_adapters_) return;
+  const Range all = rows_with(rows.begin);
+  const MatmulTask task = this->task(next, nullptr, 0, Epilogue::store, all);
   with_updates(rows, &Adapters::of_input, next, [&](Range some, const Adapters::List& updates) {
     for (const auto& update : updates)
       kernels_.project(update->factors, {.rows = some.end - some.begin,
-                                         .x = x + some.begin * stride,
-                                         .x_stride = stride,
                                          .t = projected_.data() + some.begin * projected_stride_ + update->at,
                                          .t_stride = projected_stride_,
-                                         .y = nullptr,
-                                         .y_stride = 0});
+                                         .x = x + some.begin * stride,
+                                         .x_stride = stride,
+                                         .prepared = &task,
+                                         .first = some.begin - all.begin});
   });
 }
 
@@ -139,6 +151,16 @@ const float* ForwardPass::added(const Matrix& w, std::int64_t first, std::int64_
     for (std::int64_t r = some.begin; r < some.end; ++r)
       std::fill(all + r * stride + begin * kPanel, all + r * stride + end * kPanel, value);
   };
+  // Of the next adapter: the loads of a few panels of its factors would each wait for memory.
+  const auto prefetch = [&](const Adapters::List* updates) {
+    if (updates == nullptr) return;
+    for (const auto& update : *updates) {
+      const LowRank& u = update->factors;
+      const std::int64_t from = std::max(begin, u.first) - u.first, to = std::min(end - u.first, u.panels);
+      const std::int64_t bytes = bytes_of(u.type) * round_up(u.rank, u.type == WeightType::i8 ? 4 : 1) * kPanel;
+      for (std::int64_t at = from * bytes; at < to * bytes; at += 64) __builtin_prefetch(u.b + at, 0, 2);
+    }
+  };
   std::int64_t filled = rows.begin;
   bool any = false;
   with_updates(rows, &Adapters::of_output, w, [&](Range some, const Adapters::List& updates) {
@@ -146,10 +168,9 @@ const float* ForwardPass::added(const Matrix& w, std::int64_t first, std::int64_
     fill({filled, some.begin}, -0.0f);
     fill(some, 0.0f);
     filled = some.end;
+    if (filled < rows.end) prefetch(adapters_.of_output(rows_[filled].adapter, w));
     for (const auto& update : updates)
       kernels_.expand(update->factors, {.rows = some.end - some.begin,
-                                        .x = nullptr,
-                                        .x_stride = 0,
                                         .t = projected_.data() + some.begin * projected_stride_ + update->at,
                                         .t_stride = projected_stride_,
                                         .y = all + some.begin * stride,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace nanoinfer {
 
@@ -21,7 +22,6 @@ struct Factors {
 struct Update {
   LowRank factors;
   std::int64_t at;  // where its projection begins in those of a row
-  std::unique_ptr<std::uint8_t[]> memory;  // of the factors, from its first multiple of 64 on
   std::vector<float> scale;
 };
 
@@ -42,6 +42,8 @@ class Adapters {
   using Table = std::unordered_map<const Matrix*, List>;
   struct Adapter {
     Table inputs, outputs;
+    std::vector<Buffer> memory;  // of the factors
+    std::size_t used = 0;        // of the last one
   };
   const List* find(std::int64_t adapter, Table Adapter::*table, const Matrix& w) const;
 
