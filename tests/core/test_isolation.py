@@ -229,7 +229,7 @@ def test_a_request_that_the_drafter_refuses_ends_alone(llm: LLM) -> None:
     prompts, params = ["abc", "bcd", "cde"], SamplingParams(temperature=0.0, max_tokens=6)
     expected = llm.generate(prompts, params)
     llm.reset_prefix_cache()
-    llm.core.speculator = Speculator(FailingDrafter(), speculate_k=2)  # type: ignore[arg-type]
+    llm.core.speculator = Speculator(FailingDrafter(), speculate_k=2)
     try:
         outputs = llm.generate(prompts, params)
     finally:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from helpers.models import CHARS, TINY
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes what it is told: the right tokens up to a place, wrong ones after it."""
 
     name = "scripted"
@@ -34,12 +34,6 @@ class Scripted:
         count = self._num_right(self._round)
         return [t if i < count else (t + 1) % TINY.vocab_size for i, t in enumerate(right)]
 
-    def num_behind(self, request: DraftRequest) -> int:
-        return 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        return 1e-6
-
     def forget(self, row: SamplerRow) -> None:
         self._known.discard(row)
 
@@ -48,24 +42,12 @@ class Scripted:
         return len(self._known)
 
 
-class FailingDrafter:
+class FailingDrafter(Drafter):
     """Refuses sequences whose prompt begins with b, and proposes nothing right for the others."""
 
     name = "failing"
 
-    def propose(self, asks: list[object]) -> list[object]:
-        from nanoinfer.speculative.base import Proposal
-
-        if any(CHARS[a.token_ids[0]] == "b" for a in asks):  # type: ignore[attr-defined]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        if any(CHARS[a.token_ids[0]] == "b" for a in requests):
             raise RuntimeError("I do not like b")
-        return [Proposal([0] * a.num_tokens) for a in asks]  # type: ignore[attr-defined]
-
-    def num_behind(self, ask: object) -> int:
-        return 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        return 1e-6
-
-    def forget(self, row: object) -> None: ...
-
-    def reset(self) -> None: ...
+        return [Proposal([0] * a.num_tokens) for a in requests]

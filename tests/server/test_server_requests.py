@@ -207,7 +207,7 @@ def test_a_failing_drafter_fails_one_request_alone(llm: LLM) -> None:
     prompts, params = ["abc", "bcd", "cde"], SamplingParams(temperature=0.0, max_tokens=6)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
     llm.reset_prefix_cache()
-    llm.core.speculator = Speculator(FailingDrafter(), speculate_k=2)  # type: ignore[arg-type]
+    llm.core.speculator = Speculator(FailingDrafter(), speculate_k=2)
 
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
         body = {"max_tokens": 6, "temperature": 0}

@@ -26,7 +26,7 @@ from helpers.table_engine import Clock, TableEngine
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
@@ -59,7 +59,7 @@ DRAFTS = {
 }
 
 
-class Fixed:
+class Fixed(Drafter):
     """A drafter that is no model and draws nothing: always the next letters, or always the same one."""
 
     name = "fixed"
@@ -71,15 +71,6 @@ class Fixed:
         if self._token is not None:
             return [Proposal([self._token] * a.num_tokens) for a in requests]
         return [Proposal([(a.token_ids[-1] + i) % V for i in range(1, a.num_tokens + 1)]) for a in requests]
-
-    def num_behind(self, request: DraftRequest) -> int:
-        return 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        return 1e-9
-
-    def forget(self, row: SamplerRow) -> None:
-        pass
 
 
 class Scaled(Fixed):

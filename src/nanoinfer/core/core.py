@@ -209,7 +209,7 @@ class Core:
 
         def change() -> None:
             if self.speculator is not None:
-                self.speculator.reset()
+                self.speculator.drafter.reset()
             self.speculator = speculator
 
         self.between_steps(lambda: self._guarded(change))
@@ -366,7 +366,7 @@ class Core:
         self.outputs.end()
         self.engine.reset()
         if self.speculator is not None:
-            self.speculator.reset()
+            self.speculator.drafter.reset()
         if self._overlap is not None:
             self._overlap.reset()
         self._end()
@@ -425,6 +425,6 @@ class Core:
     def _forget(self, s: Sequence) -> None:
         """Free what drafter and device sampler have for a sequence."""
         if self.speculator is not None:
-            self.speculator.forget(s)
+            self.speculator.drafter.forget(s)
         if self._overlap is not None:
             self._overlap.forget(s)

@@ -5,6 +5,7 @@ verify.py guarantees the output whatever a drafter proposes. A poor drafter affe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -46,30 +47,33 @@ class Proposal:
     not sampled, or the distributions were not requested."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens. Not thread-safe."""
+class Drafter(ABC):
+    """Proposes tokens. Not thread-safe. What is here is of a drafter without a state of its own."""
 
     name: str
 
+    @abstractmethod
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return a proposal for each request, in order."""
 
     def num_behind(self, request: DraftRequest) -> int | None:
         """Return the number of tokens that the drafter must process before it can propose; None: it has no proposal."""
+        return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return the estimated duration of `propose`.
+        """Return the estimated duration of `propose`: a few microseconds.
 
         Args:
             num_seqs: number of requests.
             num_tokens: proposed tokens per request.
             num_behind: tokens to process first, summed over the requests (see the method `num_behind`).
         """
+        return 5e-6 * num_seqs
 
-    def forget(self, row: SamplerRow) -> None:
+    def forget(self, row: SamplerRow) -> None:  # noqa: B027
         """Free the state of a sequence, if there is any."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027
         """Free the state of all sequences. Works after an exception interrupted any other method."""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
-from nanoinfer.speculative.base import DraftRequest, Proposal, ProposalBuilder, sample_next
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import StepTimes
 from nanoinfer.utils.arrays import Array
 
@@ -50,7 +50,7 @@ class Draft(ProposalBuilder):
     """(len(new), n_embd): hidden states before them (mtp.py)."""
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Proposes the tokens that a smaller model generates.
 
     Args:

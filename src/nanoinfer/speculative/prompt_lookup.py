@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 
 LENGTHS = (5, 4, 3, 2)  # of the n-grams, in order of the look-ups
 POOL_LENGTH = 4  # of the n-grams in the pool, which come after those of the sequence that are as long
@@ -96,7 +96,7 @@ class _Pool:
             yield end, (salt, *text[end - POOL_LENGTH : end])
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes the continuation of an earlier occurrence of the last n-gram.
 
     Args:
@@ -133,10 +133,6 @@ class PromptLookup:
     def num_behind(self, request: DraftRequest) -> int | None:
         """Return 0, or None without an occurrence: the time to index tokens is negligible."""
         return None if self._find(request) is None else 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return the estimated seconds of a few dictionary look-ups per sequence."""
-        return 5e-6 * num_seqs
 
     def forget(self, row: SamplerRow) -> None:
         """Drop the index of a sequence, and add its text to the pool."""

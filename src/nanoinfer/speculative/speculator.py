@@ -175,14 +175,6 @@ class Speculator:
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
 
-    def forget(self, sequence: scheduling.Sequence) -> None:
-        """Free the state of a sequence."""
-        self.drafter.forget(sequence)
-
-    def reset(self) -> None:
-        """Free the state of all sequences. Works after an exception interrupted any other method."""
-        self.drafter.reset()
-
 
 def drop_without_blocks(engine: Engine, work: Sequence[ScheduledSequence], done: StepProposals) -> None:
     """Drop the proposals for which the KV cache has no free blocks. No sequence is preempted for a proposal."""
