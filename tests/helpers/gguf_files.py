@@ -124,7 +124,9 @@ ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistr
                  "granitemoe": "granitemoe", "bitnet": "bitnet", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss",
                  "ministral3": "mistral3", "starcoder2": "starcoder2", "glm": "chatglm", "olmo3": "olmo2",
                  "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "nemotron": "nemotron",
-                 "jais2": "jais2"}  # fmt: skip
+                 "jais2": "jais2", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2",
+                 "lfm2_moe": "lfm2moe"}  # fmt: skip
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text")
 PERMUTED = ("llama", "mistral", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe", "ministral3")
 LAYER_NORMS = ("starcoder2", "gpt_neox", "phi", "stablelm", "cohere", "cohere2", "nemotron", "jais2")
 ADDED = ("gemma", "gemma2", "gemma3_text", "nemotron")
@@ -161,10 +163,18 @@ NAMES = {
     "router": "ffn_gate_inp", "router.proj": "ffn_gate_inp", "expert_scale": "ffn_down_exps",
     "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.out_proj": "ssm_out", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "ssm_a": "ssm_a", "ssm_dt": "ssm_dt", "conv.conv": "shortconv.conv",
+    "model.embedding_norm": "token_embd_norm", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
 }  # fmt: skip
 
 
-AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3", "exaone4", "seed_oss", "gpt_oss")
+AFTER_ATTENTION = ("gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3", "exaone4", "seed_oss", "gpt_oss",
+                   *DELTA)  # fmt: skip
 
 LONG = ("phi3", "granite")  # a MiniCPM is a Granite
 
@@ -174,10 +184,24 @@ def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
     return rows.reshape(n_head, 2, rows.shape[0] // n_head // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def tiled(values: np.ndarray, config: Any, part: str) -> np.ndarray:
+    """Return a tensor whose heads of values that share a key are not side by side, but beside those of other keys."""
+    keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    share = config.linear_num_value_heads // keys
+    if part == "out_proj":
+        return values.reshape(len(values), keys, share, width).swapaxes(1, 2).reshape(values.shape)
+    width = width if part in ("in_proj_qkv", "in_proj_z", "conv1d") else 1
+    first = 2 * keys * config.linear_key_head_dim if part in ("in_proj_qkv", "conv1d") else 0
+    rest = values[first:].reshape(keys, share, width, -1).swapaxes(0, 1)
+    return np.concatenate((values[:first], rest.reshape(values[first:].shape)))
+
+
 def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
     """Return the name and the values of a tensor of transformers' in a GGUF file."""
     name = name.replace("mlp.gate.e_score_correction_bias", "exp_probs_b.bias")
     name = name.replace("layer_scalar", "layer_scalar.weight").replace("router.per_expert_scale", "expert_scale.scale")
+    name = name.replace("feed_forward.expert_bias", "exp_probs_b.bias")
+    name = name.replace("linear_attn.dt_bias", "ssm_dt.bias").replace("linear_attn.A_log", "ssm_a.")
     base, _, suffix = name.rpartition(".")
     prefix, kind = "", config.model_type
     if ".layers." in base or ".h." in base:
@@ -188,17 +212,21 @@ def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarr
         theirs = "post_attention_norm" if kind in AFTER_ATTENTION else "ffn_norm"
     else:
         theirs = NAMES[base]
+    if base.endswith(("conv1d", "conv.conv")):
+        values = values.squeeze(1)
+    if base.startswith(("linear_attn.", "ssm_")) and not base.endswith("norm"):
+        values = tiled(-np.exp(values) if base == "ssm_a" else values, config, base.removeprefix("linear_attn."))
     if kind == "gpt2" and prefix and values.ndim == 2:
         values = values.T
     if kind in PERMUTED and theirs in ("attn_q", "attn_k"):
         values = permute(values, config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads)
-    if kind in ADDED and theirs.endswith("norm") and suffix == "weight":
+    if kind in (*ADDED, *DELTA) and theirs.endswith("norm") and suffix == "weight" and theirs != "ssm_norm":
         values = values + np.float32(1)
     if kind == "gpt_neox" and theirs == "attn_qkv":  # of each head its queries, keys and values -> all queries, ...
         values = (
             values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
         )
-    return f"{prefix}{theirs}.{suffix}", values
+    return f"{prefix}{theirs}.{suffix}".rstrip("."), values
 
 
 def metadata_of(config: Any) -> dict[str, Any]:
@@ -222,7 +250,8 @@ def metadata_of(config: Any) -> dict[str, Any]:
     elif kind == "olmo":
         found["attention.layer_norm_epsilon"] = 1e-5
     else:
-        found["attention.layer_norm_rms_epsilon"] = float(config.rms_norm_eps)
+        epsilon = config.norm_eps if kind.startswith("lfm2") else config.rms_norm_eps
+        found["attention.layer_norm_rms_epsilon"] = float(epsilon)
     if kind not in ("gpt2", "gpt_neox"):
         found |= {
             "attention.head_count_kv": config.num_key_value_heads,
@@ -230,7 +259,7 @@ def metadata_of(config: Any) -> dict[str, Any]:
             "attention.key_length": width,
             "attention.value_length": width,
         }
-    found |= further_keys(config) | latent_keys(config) | gemma4_keys(config)
+    found |= further_keys(config) | latent_keys(config) | gemma4_keys(config) | state_keys(config)
     if "partial_rotary_factor" in rope:
         found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
     if kind == "gpt_neox":
@@ -264,9 +293,9 @@ def further_keys(config: Any) -> dict[str, Any]:
     if kind == "gpt_oss":
         found["expert_feed_forward_length"] = config.intermediate_size
         found["attention.sliding_window"] = config.sliding_window
-    if kind in ("qwen2_moe", "qwen3_moe"):
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
-    if kind == "qwen2_moe":
+    if kind in ("qwen2_moe", "qwen3_5_moe_text"):
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if kind in ("granite", "granitemoe"):
         found["attention.scale"] = float(config.attention_multiplier)
@@ -356,6 +385,30 @@ def latent_keys(config: Any) -> dict[str, Any]:
     return found
 
 
+def state_keys(config: Any) -> dict[str, Any]:
+    """Return the keys of a model with recurrent layers."""
+    kind = config.model_type
+    attention = np.array([layer == "full_attention" for layer in getattr(config, "layer_types", None) or ()])
+    if kind.startswith("lfm2"):
+        found = {"shortconv.l_cache": config.conv_L_cache, "attention.head_count_kv": attention.astype(np.int32) * 2}
+        if kind == "lfm2":
+            return found | {"feed_forward_length": 256}  # `block_multiple_of`
+        return found | {
+            "leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }  # fmt: skip
+    if kind not in DELTA:
+        return {}
+    return {
+        "rope.dimension_sections": np.array([1, 1, 0, 0], np.int32), "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads, "full_attention_interval": 4,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "attention.recurrent_layers": ~attention,
+    }  # fmt: skip
+
+
 def longrope(config: Any) -> dict[str, np.ndarray]:
     """Return the divisors of the frequencies of a Phi-3, a MiniCPM 4 or a Gemma 4 as tensors."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -410,7 +463,8 @@ def convert(model: Any, path: Path, store: Any = as_f32, split_heads: bool = Fal
         theirs, values = tensor_of(name, values, model.config)
         if theirs.endswith("inp_shexp.weight"):
             values = values[0]
-        exact = values.ndim == 1 or "ffn_gate_inp" in theirs or theirs.endswith("_norm.weight")
+        exact = values.ndim == 1 or "ffn_gate_inp" in theirs
+        exact |= theirs.endswith(("_norm.weight", "conv1d.weight", "shortconv.conv.weight"))
         tensors[theirs] = as_f32(values) if exact else store(values)
     for name, each in heads.items():
         theirs, values = tensor_of(name, np.stack(each), model.config)
