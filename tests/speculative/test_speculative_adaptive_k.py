@@ -21,7 +21,7 @@ from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.sequence import Sequence as Text
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative import step_costs
-from nanoinfer.speculative.adaptive_k import MAX_K, AdaptiveK, DraftBudget, StepOutcome
+from nanoinfer.speculative.adaptive_k import MAX_K, AdaptiveK, StepOutcome
 from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, StepTimes, measure_steps
@@ -94,8 +94,7 @@ def simulate(world: World, lives: Sequence[Life], chooser: AdaptiveK | int) -> f
         elif chooser.waits():
             ks = [0] * len(running)
         else:
-            pairs = zip(running, rooms, strict=True)
-            ks = chooser.choose([DraftBudget(room, room + 1, i.num_behind) for i, room in pairs])
+            ks = chooser.choose(rooms, [life.num_behind for life in running])
         asked = [(life, k) for life, k in zip(running, ks, strict=True) if k]
         drafted = (len(asked), max(ks), sum(life.num_behind for life, _ in asked)) if asked else None
         slower = world.slower(step)
@@ -255,7 +254,7 @@ def test_both_kinds_of_steps_stay_known() -> None:
     world = World(CURVES["flat"], 0.01, lambda p: 1.0)
     adaptive, plain = world.adaptive(), list[int]()
     for step in range(3000):
-        (k,) = adaptive.choose([DraftBudget(12, 10_000, 1)])
+        (k,) = adaptive.choose([12], [1])
         plain += [step] if k == 0 else []
         drafted = (1, k, 1)
         draft_sec = world.draft_sec(*drafted) if k else 0.0

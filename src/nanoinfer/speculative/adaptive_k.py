@@ -29,17 +29,6 @@ LEARNED_STEPS = 4  # plain steps that are learned together
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
 
 
-class DraftBudget(NamedTuple):
-    """Limits of one sequence, from which its number of proposals is chosen."""
-
-    max_tokens: int
-    """Maximum number of tokens to propose."""
-    num_to_come: int
-    """Maximum number of tokens that the sequence may still generate."""
-    num_behind: int
-    """Tokens that the drafter must process first."""
-
-
 class StepOutcome(NamedTuple):
     """Result of a step in which every sequence decoded."""
 
@@ -99,26 +88,30 @@ class AdaptiveK:
         self._num_to_wait -= 1
         return self._num_to_wait >= 0
 
-    def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
-        """Return the number of tokens to propose for each sequence of a step in which all sequences decode."""
+    def choose(self, limits: Sequence[int], behind: Sequence[int]) -> list[int]:
+        """Return the number of tokens to propose for each sequence of a step in which all sequences decode.
+
+        Args:
+            limits: maximum number of tokens to propose for each; it may generate one more.
+            behind: tokens of each that the drafter must process first.
+        """
         self._learn_plain()
-        num_seqs, plain_sec = len(budgets), self._costs(len(budgets), len(budgets))
+        num_seqs, plain_sec = len(limits), self._costs(len(limits), len(limits))
         if self._credit_sec is None:
             self._credit_sec = OPENING_STEPS * plain_sec
-        able = [i for i, b in enumerate(budgets) if b.max_tokens > 0]
+        able = [i for i, limit in enumerate(limits) if limit > 0]
         if not able or self._num_since_plain >= min(PLAIN_EVERY, FIRST_PLAIN * self._num_plain):
             return [0] * num_seqs
-        limits = [b.max_tokens for b in budgets]
         k, gain = self._best(num_seqs, [limits[i] for i in able])
-        chosen = self._caught_up(budgets, able, plain_sec / num_seqs * (1 - 1 / gain)) if k else []
+        chosen = self._caught_up(limits, behind, able, plain_sec / num_seqs * (1 - 1 / gain)) if k else []
         if len(chosen) < len(able):
             k, _ = self._best(num_seqs, [limits[i] for i in chosen])
         self._probes = k == 0
         if self._probes:
             self._num_to_wait = self._retry_after
-            cheapest = min(able, key=lambda i: budgets[i].num_behind)
+            cheapest = min(able, key=behind.__getitem__)
             k, chosen = 1, [cheapest]
-            if self._reading_sec(1, budgets[cheapest].num_behind) > self._credit_sec:
+            if self._reading_sec(1, behind[cheapest]) > self._credit_sec:
                 return [0] * num_seqs
         for top in range(k, 0, -1):  # lower k until the credit covers the loss if all proposals are rejected
             num_tokens = num_seqs + sum(min(top, limits[i]) for i in chosen)
@@ -148,12 +141,14 @@ class AdaptiveK:
         extra = self._estimate_sec(num, 1, num_behind) - self._estimate_sec(num, 1, num)
         return max(0.0, extra) * self._costs.level.ratio * self._draft.ratio
 
-    def _caught_up(self, budgets: Sequence[DraftBudget], able: Sequence[int], gain_per_token: float) -> list[int]:
+    def _caught_up(
+        self, limits: Sequence[int], behind: Sequence[int], able: Sequence[int], gain_per_token: float
+    ) -> list[int]:
         """Return the sequences that the drafter has processed, and those that the debt lets it process now."""
         chosen, debt, limit = [], self._debt_sec, MAX_DEBT_STEPS * self._costs(len(able), len(able))
         for i in able:
-            if (reading := self._reading_sec(1, budgets[i].num_behind)) > 0.0:
-                if (debt > 0.0 and debt + reading > limit) or budgets[i].num_to_come * gain_per_token < 2 * reading:
+            if (reading := self._reading_sec(1, behind[i])) > 0.0:
+                if (debt > 0.0 and debt + reading > limit) or (limits[i] + 1) * gain_per_token < 2 * reading:
                     continue
                 debt += reading
             chosen.append(i)

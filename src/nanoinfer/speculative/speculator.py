@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.scheduling import sequence as scheduling
 from nanoinfer.scheduling.work import ScheduledSequence
-from nanoinfer.speculative.adaptive_k import AdaptiveK, DraftBudget, StepOutcome
+from nanoinfer.speculative.adaptive_k import AdaptiveK, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, HiddenReader, Proposal
 from nanoinfer.speculative.step_costs import StepCosts
 
@@ -131,12 +131,9 @@ class Speculator:
         behind = [self.drafter.num_behind(r) if r.num_tokens > 0 else None for r in requests]
         if behind.count(None) == len(behind):  # without the time to choose a number that nobody can propose
             return []
-        rows = [cast("scheduling.Sequence", r.row) for r in requests]
-        budgets = [
-            DraftBudget(0 if n is None else r.num_tokens, s.max_tokens - s.num_output_tokens, n or 0)
-            for r, s, n in zip(requests, rows, behind, strict=True)
-        ]
-        return [replace(r, num_tokens=k) for r, k in zip(requests, adaptive.choose(budgets), strict=True) if k > 0]
+        limits = [0 if n is None else r.num_tokens for r, n in zip(requests, behind, strict=True)]
+        chosen = adaptive.choose(limits, [n or 0 for n in behind])
+        return [replace(r, num_tokens=k) for r, k in zip(requests, chosen, strict=True) if k > 0]
 
     def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
         return DraftRequest(s, s.token_ids, s.start, num_tokens, s.request.salt, self.rule == "reject")
