@@ -62,11 +62,8 @@ class _Threads:
 
     def close(self) -> None:
         self.engine.close()
-        self.preparing.stop()
-        self.tokenizing.stop()
-        self.compiling.stop()
-        self.scoring.stop()
-        self.reading.stop()
+        for workers in (self.preparing, self.tokenizing, self.compiling, self.scoring, self.reading):
+            workers.stop()
 
 
 class AsyncLLM:
