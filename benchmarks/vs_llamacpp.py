@@ -33,8 +33,9 @@ QUESTIONS = (
 class Native:
     """Engine native on sequences 0, 1, ..., which are opened when they are first used."""
 
-    def __init__(self, path: str, sequences: int, length: int) -> None:
-        self.llm = LLM(path, engine="native", max_num_seqs=sequences, max_model_len=length, kv_cache_memory=2 << 30)
+    def __init__(self, path: str, sequences: int, length: int, **options: Any) -> None:
+        room = {"kv_cache_memory": 2 << 30, "max_num_seqs": sequences, "max_model_len": length}
+        self.llm = LLM(path, engine="native", **(room | options))
         self.engine = self.llm.engine
         self.handles: dict[int, Any] = {}
 
@@ -58,9 +59,18 @@ class LlamaCpp:
     """llama.cpp through its C interface."""
 
     def __init__(
-        self, path: str, sequences: int, length: int, threads: int | None = None, *, use_mmap: bool = True
+        self,
+        path: str,
+        sequences: int,
+        length: int,
+        threads: int | None = None,
+        *,
+        use_mmap: bool = True,
+        **context: int,
     ) -> None:
         import llama_cpp
+
+        self._options = context  # fields of llama_context_params
 
         self.lib: Any = llama_cpp
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, user_data: None)  # llama.cpp keeps the pointer
@@ -85,6 +95,8 @@ class LlamaCpp:
         params = self.lib.llama_context_default_params()
         params.n_seq_max, params.n_ctx, params.n_batch = sequences, sequences * length, 2048
         params.n_threads = params.n_threads_batch = self._threads
+        for name, value in self._options.items():
+            setattr(params, name, value)
         self.context = self.lib.llama_init_from_model(self._model, params)
         self.lengths.clear()
 

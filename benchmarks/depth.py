@@ -1,0 +1,149 @@
+"""Measure decoding and prompts after many tokens: engine native by type of cache, and llama.cpp on the same file.
+
+    python benchmarks/depth.py FILE.gguf [--depths 32 1000 8000] [--batch 1] [--systems "native int8" ...] [--rounds 5]
+
+Decoding: milliseconds of a step of all sequences, and what a plain read of its weights and its cache takes in the same
+rounds, in percent. Prompts: microseconds a token of the next 256. Rounds of all systems are interleaved; figures are
+medians. Contexts of native are filled with the keys and values of one prompt again and again, since speed does not
+depend on them; those of llama.cpp are computed. It needs llama-cpp-python (pip install '.[peers]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from nanoinfer._native import ReadBuffer
+from vs_llamacpp import LlamaCpp, Native
+
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.utils.environment import num_cpus
+
+PROMPT = 256
+F16, Q8, Q4 = 1, 8, 2  # enum ggml_type
+SYSTEMS: dict[str, dict[str, Any]] = {
+    **{f"native {cache}": {"kv_cache_dtype": cache} for cache in ("bfloat16", "int8", "int4")},
+    "llama.cpp f16": {"flash_attn_type": 1, "type_k": F16, "type_v": F16},
+    "llama.cpp f16, no flash": {"flash_attn_type": 0, "type_k": F16, "type_v": F16},
+    "llama.cpp q8_0": {"flash_attn_type": 1, "type_k": Q8, "type_v": Q8},
+    "llama.cpp q4_0": {"flash_attn_type": 1, "type_k": Q4, "type_v": Q4},
+}
+"""Systems -> options; llama.cpp has its repacked weights, which are its default."""
+
+
+def tokens(count: int) -> list[int]:
+    """Return random tokens."""
+    found: list[int] = np.random.default_rng(0).integers(0, 32000, count).tolist()
+    return found
+
+
+class Ours:
+    """Sequences of engine native."""
+
+    def __init__(self, path: str, batch: int, length: int, options: dict[str, Any]) -> None:
+        native = Native(path, batch + 1, length, kv_cache_memory=None, **options)
+        self._engine = native.llm.engine
+        first = self._engine.open()
+        self._engine.extend(StepBatch([first], tokens(512), [512], [1]))
+        self._blocks = self._engine.read_blocks(first, 0, 32).copy()
+        self._engine.close(first)
+        self._handles = [self._engine.open() for _ in range(batch)]
+        self.weight_bytes = self._engine._decoder.weight_bytes
+        self.bytes_per_token = self._blocks.nbytes // 512
+
+    def fill(self, depth: int) -> None:
+        """Extend all sequences to `depth` tokens."""
+        for handle in self._handles:
+            self._engine.truncate(handle, 0)
+            for at in range(0, depth, 512):
+                count = min(512, depth - at)
+                self._engine.append_blocks(handle, count, self._blocks[: -(-count // 16)])
+
+    def run(self, depth: int, count: int, sequences: int) -> float:
+        """Return the seconds of a step that appends `count` tokens to each of the first sequences, and undo it."""
+        handles, start = self._handles[:sequences], time.perf_counter()
+        self._engine.extend(StepBatch(handles, tokens(count * sequences), [count] * sequences, [1] * sequences))
+        seconds = time.perf_counter() - start
+        for handle in handles:
+            self._engine.truncate(handle, depth)
+        return seconds
+
+
+class Theirs:
+    """Sequences of llama.cpp."""
+
+    def __init__(self, path: str, batch: int, length: int, options: dict[str, Any]) -> None:
+        self._llama, self._batch, self._depth = LlamaCpp(path, batch, length, **options), batch, 0
+
+    def fill(self, depth: int) -> None:
+        """Extend all sequences to `depth` tokens."""
+        for sequence in range(self._batch):
+            for at in range(self._depth, depth, 1024):
+                self._llama.run([(sequence, tokens(min(1024, depth - at)), False)])
+        self._depth = depth
+
+    def run(self, depth: int, count: int, sequences: int) -> float:
+        """As `Ours.run`."""
+        start = time.perf_counter()
+        self._llama.run([(i, tokens(count), False) for i in range(sequences)])
+        seconds = time.perf_counter() - start
+        for i in range(sequences):
+            self._llama.lib.llama_memory_seq_rm(self._llama.lib.llama_get_memory(self._llama.context), i, depth, -1)
+            self._llama.lengths[i] = depth
+        return seconds
+
+
+def measure(systems: dict[str, Any], depth: int, batch: int, rounds: int) -> dict[str, str]:
+    """Return a cell for each system: "12.3 (85%), 456": a step, the share of a plain read, a token of a prompt."""
+    steps: dict[str, list[float]] = {name: [] for name in systems}
+    reads: dict[str, list[float]] = {name: [] for name in systems}
+    prompts: dict[str, list[float]] = {name: [] for name in systems}
+    buffers = {
+        name: ReadBuffer(num_bytes=s.weight_bytes + s.bytes_per_token * depth * batch, threads=num_cpus())
+        for name, s in systems.items()
+        if isinstance(s, Ours)
+    }
+    for system in systems.values():
+        system.fill(depth)
+    for round_ in range(rounds + 1):  # the first one warms up
+        for name, system in systems.items():
+            if name in buffers:
+                start = time.perf_counter()
+                buffers[name].read()
+                reads[name].append(time.perf_counter() - start)
+            steps[name].append(system.run(depth, 1, batch))
+            if round_ % 2:
+                prompts[name].append(system.run(depth, PROMPT, 1) / PROMPT)
+    cells = {}
+    for name in systems:
+        step = statistics.median(steps[name][1:])
+        share = f" ({100 * statistics.median(reads[name][1:]) / step:.0f}%)" if reads[name] else ""
+        cells[name] = f"{1e3 * step:.1f}{share}, {1e6 * statistics.median(prompts[name]):,.0f}"
+    return cells
+
+
+def main() -> None:
+    """Print a table of depths and systems."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("--depths", type=int, nargs="+", default=[32, 1000, 4000, 8000, 16000])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    room = max(given.depths) + PROMPT + 1
+    systems = {
+        name: (Ours if name.startswith("native") else Theirs)(given.file, given.batch, room, SYSTEMS[name])
+        for name in given.systems
+    }
+    print(f"| tokens before | {' | '.join(systems)} |\n|--:|{'---|' * len(systems)}", flush=True)
+    for depth in sorted(given.depths):
+        cells = measure(systems, depth, given.batch, given.rounds)
+        print(f"| {depth:,} | {' | '.join(cells.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
