@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from helpers.families import make_config, make_folder, random_model
-from helpers.gguf_files import Stored, as_f32, rewritten
+from helpers.gguf_files import ARCHITECTURES, DELTA, Stored, as_f32, convert, rewritten
 from helpers.models import edit_config
 from nanoinfer.checkpoints.gguf import model as gguf
 from nanoinfer.checkpoints.huggingface import open_folder
@@ -112,13 +112,9 @@ def make_right(made: WithBlock, folder: Path, reads: str) -> Path:
     return folder
 
 
-def check_gguf(made: WithBlock, convert: Callable[..., Path], arch: str, folder: Path, added: float = 0.0) -> None:
-    """Write a GGUF file of a target and its block, as llama.cpp's converter does; compare the block with the folder's.
-
-    Args:
-        convert: writes a model of transformers' as a GGUF file.
-        added: to the weights of norms.
-    """
+def check_gguf(made: WithBlock, folder: Path) -> None:
+    """Write a GGUF file of a target and its block as llama.cpp does; compare the block with the folder's."""
+    arch, added = ARCHITECTURES[made.target.config.model_type], float(made.target.config.model_type in DELTA)
     block, last = dict[str, Stored](), made.target.config.num_hidden_layers
     rewritten(convert(made.block, folder / "block.gguf"), block.update)
     more = {name.replace("blk.0.", f"blk.{last}."): t for name, t in block.items() if name.startswith("blk.0.")}

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.families import make_folder
-from helpers.gguf_files import convert
 from helpers.mtp import WithBlock, check_gguf, make_mtp_folder, make_right
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import open_folder
@@ -61,7 +60,7 @@ def test_the_block_gives_the_logits_of_transformers_layers(case: str, folder_of)
 
 
 def test_a_gguf_file_has_the_block_after_its_layers(folder_of, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    check_gguf(folder_of("deepseek_v3"), convert, "deepseek2", tmp_path)
+    check_gguf(folder_of("deepseek_v3"), tmp_path)
 
 
 PROMPTS = [
