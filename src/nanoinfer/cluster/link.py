@@ -23,7 +23,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -230,17 +230,6 @@ class PrefixTable:
             self._blocks.popitem(last=False)
 
 
-class Routed(Protocol):
-    """A replica, for `choose`."""
-
-    prefixes: PrefixTable
-    max_num_seqs: int
-    num_in_flight: int
-
-
-R = TypeVar("R", bound=Routed)
-
-
 def prefix_blocks(document: Mapping[str, Any], salt: str | None) -> list[int]:
     """Return the hashes of the blocks of a request's prompt; each covers those before it.
 
@@ -261,7 +250,7 @@ def prefix_blocks(document: Mapping[str, Any], salt: str | None) -> list[int]:
     return blocks
 
 
-def choose(replicas: Sequence[R], blocks: Sequence[int]) -> R:
+def choose(replicas: Sequence[Remote], blocks: Sequence[int]) -> Remote:
     """Return the replica for a request, and remember the request's blocks for it.
 
     It is the replica with the longest match, unless that one answers more requests than the least loaded one by a
