@@ -1,4 +1,4 @@
-"""The interface of drafters: requests, proposals, and the protocol; sampling of proposals from logits.
+"""The interface of drafters: requests, proposals, and their class; sampling of proposals from logits.
 
 verify.py guarantees the output whatever a drafter proposes. A poor drafter affects speed only.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,13 +75,10 @@ class Drafter(ABC):
     def reset(self) -> None:  # noqa: B027
         """Free the state of all sequences. Works after an exception interrupted any other method."""
 
+    def observe(self, sequences: Sequence[SamplerRow], first: int, rows: NDArray[np.float32]) -> None:  # noqa: B027
+        """Read the target's final hidden states after new tokens, from index `first` on, of sequences that have them.
 
-@runtime_checkable
-class HiddenReader(Protocol):
-    """A drafter that reads the target's hidden states."""
-
-    def observe(self, sequences: Sequence[SamplerRow], first: int, rows: NDArray[np.float32]) -> None:
-        """Read the final hidden states after new tokens, from index `first` on, of sequences with the same tokens.
+        They are computed for a drafter that has this method of its own.
 
         Args:
             sequences: one, and its forks.

@@ -19,7 +19,7 @@ from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.scheduling import sequence as scheduling
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.adaptive_k import AdaptiveK, StepOutcome
-from nanoinfer.speculative.base import Drafter, DraftRequest, HiddenReader, Proposal
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.step_costs import StepCosts
 
 
@@ -94,7 +94,7 @@ class Speculator:
     ) -> None:
         assert (speculate_k is None) != (costs is None)
         self.drafter, self.rule = drafter, rule
-        self.reads_hidden = isinstance(drafter, HiddenReader)
+        self.reads_hidden = type(drafter).observe is not Drafter.observe
         self._fixed_k = speculate_k
         self._clock = clock
         self._adaptive = AdaptiveK(costs, drafter.estimate_sec) if costs is not None else None
@@ -119,12 +119,11 @@ class Speculator:
 
     def observe(self, work: Sequence[ScheduledSequence], engine: Engine, batch: StepBatch) -> None:
         """Let a drafter that reads hidden states read those of a step's new tokens."""
-        reader = cast(HiddenReader, self.drafter)
         for w, rows in zip(work, engine.new_hidden(batch), strict=True):
             if not w.sequence.request.samples:
                 continue
             first = w.sequence.start + engine.length(cast(Handle, w.sequence.handle)) - len(rows)
-            reader.observe([w.sequence, *w.forks], first, rows)
+            self.drafter.observe([w.sequence, *w.forks], first, rows)
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
