@@ -16,6 +16,7 @@ from helpers.families import make_folder
 from helpers.mtp import WithBlock, check_gguf, make_mtp_folder, make_right
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import open_folder
+from nanoinfer.checkpoints.packed import write_folder
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import native, registry
 from nanoinfer.engines.base import StepBatch
@@ -94,11 +95,15 @@ def test_every_proposal_of_a_block_that_is_right_is_accepted(
         assert spec.num_verify_steps == 6
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ["native", "static"])
-def test_tokens_are_those_without_a_draft(engine: str, case: str, folder_of) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("engine", "case"), [*((e, case) for e in ("native", "static") for case in CASES), ("packed", "qwen3_5")]
+)
+def test_tokens_are_those_without_a_draft(engine: str, case: str, folder_of, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Chunked prompts of unequal lengths, samples, shared prefixes, windows that slide, adaptive k, embeddings."""
     folder = str(folder_of(case).folder)
+    if engine == "packed":
+        write_folder(open_folder(Path(folder)), tmp_path / "packed", "float32", None, threads=1)
+        folder, engine = str(tmp_path / "packed"), "native"
     options = {"engine": engine, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 12}
     plain, fixed, adaptive = (
         LLM(folder, **options, **more) for more in ({}, {"draft": "mtp", "speculate_k": 3}, {"draft": "mtp"})

@@ -1,7 +1,8 @@
 """Folders of packed weights, which engine `native` maps into memory and uses in place.
 
-`write_folder` writes config.json, tokenizer.json and packed.safetensors; docs/packed.md describes the format. Panels
-(kernels/cpu/kernels/format.h) do not depend on the instruction set. Processes that map the same file share its pages.
+`write_folder` writes config.json, tokenizer.json and packed.safetensors, and packed.mtp.safetensors for a block that
+predicts a further token; docs/packed.md describes the format. Panels (kernels/cpu/kernels/format.h) do not depend on
+the instruction set. Processes that map the same file share its pages.
 
 A mapped file must not be truncated while it is in use: access to a missing page ends the process with SIGBUS. Replacing
 it by another file of the same name (rename) is safe, because the mapping keeps the old file.
@@ -15,7 +16,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,15 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.checkpoints import huggingface
-from nanoinfer.checkpoints.weights import POSITIONS, Weights, has_format, part_name, parts
+from nanoinfer.checkpoints.weights import POSITIONS, Weights, has_format, mtp_config, part_name, parts
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, reason, show
-from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.models.parameters import LAYER, SHARED, shapes
 from nanoinfer.models.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.utils.arrays import BlockFormats, BlockMatrix
 from nanoinfer.utils.files import parse_json, replacing, write_atomically
 
-FILE = "packed.safetensors"
+FILE, MTP_FILE = "packed.safetensors", "packed.mtp.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"
 BLOCKS_VERSION = "2"
 """The version of a file with matrices in formats of GGUF files, which are in its metadata."""
@@ -104,7 +105,7 @@ def pieces(config: ModelConfig, format: str, block_formats: Mapping[str, BlockFo
     """Return the pieces of a file: panels first, which are aligned because their sizes are multiples of 64 bytes.
 
     Args:
-        config: the model's shape.
+        config: the model's shape; a block that predicts a further token has no tensors of SHARED.
         format: of the matrices that `block_formats` does not have.
         block_formats: as `Weights.block_formats`.
 
@@ -114,6 +115,8 @@ def pieces(config: ModelConfig, format: str, block_formats: Mapping[str, BlockFo
     packed_size = extension().packed_size
     panels, rest = {}, {}
     for name, shape in shapes(replace(config, bias=True)).items():
+        if config.mtp and name in SHARED:
+            continue
         if not has_format(name, shape):
             rest[name] = Piece("float32", shape)
             continue
@@ -170,8 +173,14 @@ def open_folder(folder: Path) -> PackedWeights:
     Raises:
         NanoinferError: a file is missing or malformed, is of another version, or differs from the config.
     """
-    stored, metadata = _read_header(folder / FILE)
-    config, where, format = huggingface.read_config(folder / "config.json"), escaped(folder / FILE), metadata["weights"]
+    config = huggingface.read_config(folder / "config.json")
+    weights, block = _open_file(folder / FILE, config), folder / MTP_FILE
+    return replace(weights, mtp=(lambda _: _open_file(block, mtp_config(config))) if block.is_file() else None)
+
+
+def _open_file(path: Path, config: ModelConfig) -> PackedWeights:
+    (stored, metadata), where, folder = _read_header(path), escaped(path), path.parent
+    format = metadata["weights"]
     layers = {int(m[1]) for name in stored if (m := LAYER.match(name))}
     if len(layers) != config.n_layer:  # before anything of the config's size is made
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
@@ -192,7 +201,7 @@ def open_folder(folder: Path) -> PackedWeights:
             raise NanoinferError(f"{where}: {name} is at byte {tensor.start}, not at a multiple of {_ALIGNMENT}")
     if extra := sorted(stored.keys() - expected.keys()):
         raise NanoinferError(f"{where}: {len(extra)} pieces are not part of the model: {show(extra[0])}")
-    content = stored["transformer.wte.weight"].file.map()
+    content = next(iter(stored.values())).file.map()
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a hint: large pages where the file system has them. docs/packed.md has the effect
             content.madvise(mmap.MADV_HUGEPAGE)
@@ -296,14 +305,19 @@ def write_folder(
         progress: called with the bytes that are written, and their total.
 
     Returns:
-        The size of packed.safetensors in bytes.
+        The size of packed.safetensors in bytes, with that of a block's file.
 
     Raises:
         NanoinferError: the folder contains files or cannot be written.
     """
     if format in QUANTIZATIONS:
         weights = replace(weights, block_formats=Weights.formats(weights, format))
-    layout = pieces(weights.config, format, weights.block_formats)
+    files = [(FILE, weights, pieces(weights.config, format, weights.block_formats), format)]
+    if weights.mtp is not None:
+        block, of_block = weights.mtp(True), format if format in QUANTIZATIONS else "int8"
+        if format in QUANTIZATIONS or not block.block_formats:
+            block = replace(block, block_formats=Weights.formats(block, of_block))
+        files.append((MTP_FILE, block, pieces(block.config, of_block, block.block_formats), of_block))
     config = json.dumps(huggingface.config_to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
     if tokenizer_json is not None:
@@ -314,9 +328,12 @@ def write_folder(
         created = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with replacing(folder / FILE) as file:
-                _write_pieces(file, weights, layout, format, threads, progress)
-                num_bytes = file.seek(0, os.SEEK_END)
+            with ExitStack() as stack:
+                num_bytes = 0
+                for name, packed, layout, of_file in files:
+                    file = stack.enter_context(replacing(folder / name))
+                    _write_pieces(file, packed, layout, of_file, threads, progress)
+                    num_bytes += file.seek(0, os.SEEK_END)
                 for name, content in small.items():
                     write_atomically(folder / name, content)
         except BaseException:  # Ctrl-C too

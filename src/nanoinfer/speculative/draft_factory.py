@@ -146,6 +146,8 @@ class DraftFactory:
                 f"draft='mtp': {target.source!r} has no block that predicts a further token: use auto or another draft"
             )
         weights = mtp(self._shares)
+        if isinstance(weights, PackedWeights):
+            return weights, weights.quantization
         num_own = num_parameters(weights.config) - target.config.vocab_size * target.config.n_embd * (
             2 - target.config.tie_word_embeddings if self._shares else 0
         )
