@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from nanoinfer.checkpoints.gguf import export as gguf_export
 from nanoinfer.checkpoints.gguf.tokenizer import write_no_tokenizer
 from nanoinfer.checkpoints.weights import Weights, more_bits
-from nanoinfer.config import Experts, ModelConfig
+from nanoinfer.config import Experts, ModelConfig, Rotary
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS
 
@@ -45,7 +45,12 @@ SHAPES = PRESETS | {
 def format_of(name: str, shape: tuple[int, ...], file_format: str, config: ModelConfig) -> str:
     """Return the format that llama.cpp's quantizer gives a tensor: ("blk.0.attn_v.weight", ...) -> "Q6_K"."""
     part = name.split(".")[-2]
-    if gguf_export.format_of(name, shape, "F16") == "F32" or part in ("ssm_conv1d", "conv"):
+    if gguf_export.format_of(name, shape, "F16") == "F32" or part in (
+        "ssm_conv1d",
+        "ssm_norm",
+        "conv",
+        name.split(".")[1],
+    ):
         return "F32"
     if file_format == "Q8_0":
         return gguf_export.format_of(name, shape, file_format)
@@ -123,10 +128,10 @@ def _exported(config: ModelConfig, folder: Path, shape: str) -> tuple[str, dict[
 
 
 def hybrid(config: ModelConfig) -> tuple[str, dict[str, Any], Iterator[Tensor]]:
-    """Return the same of a model with recurrent layers, in llama.cpp's names (its conversion/qwen.py and lfm2.py)."""
+    """Return the same of a model with recurrent layers, in llama.cpp's names (conversion/{qwen,lfm2,granite}.py)."""
     state = config.recurrence
     assert state is not None
-    rotary = next(kind.rotary for kind in config.layers if kind.rotary is not None)
+    rotary = next((kind.rotary for kind in config.layers if kind.rotary is not None), Rotary(config.head_dim))
     delta, heads = state.rule == "delta", [0 if kind.recurrent else config.n_kv_head for kind in config.layers]
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size, "block_count": config.n_layer, "context_length": config.block_size,
@@ -134,33 +139,51 @@ def hybrid(config: ModelConfig) -> tuple[str, dict[str, Any], Iterator[Tensor]]:
         "attention.head_count_kv": config.n_kv_head if delta else heads, "rope.freq_base": rotary.base,
         "attention.layer_norm_rms_epsilon": config.norm_epsilon,
     }  # fmt: skip
+    ssm = {
+        "ssm.conv_kernel": state.taps, "ssm.state_size": state.key_dim, "ssm.group_count": state.num_key_heads,
+        "ssm.time_step_rank": state.num_heads, "ssm.inner_size": state.inner_dim,
+    }  # fmt: skip
     fields |= {
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "rope.dimension_count": rotary.dim, "rope.dimension_sections": [11, 11, 10, 0],
-        "ssm.conv_kernel": state.taps, "ssm.state_size": state.key_dim, "ssm.group_count": state.num_key_heads,
-        "ssm.time_step_rank": state.num_heads, "ssm.inner_size": state.inner_dim, "full_attention_interval": 4,
-    } if delta else {"shortconv.l_cache": state.taps}  # fmt: skip
-    name = "qwen35" if delta else "lfm2"
+        "full_attention_interval": 4, **ssm,
+    } if delta else {"shortconv.l_cache": state.taps} if state.rule == "conv" else {
+        "attention.scale": config.attention_scale, "embedding_scale": float(config.embedding_scale or 1),
+        "residual_scale": config.residual_scale, "logit_scale": 1 / (config.final_scale or 1), "expert_count": 0,
+        "rope.scaling.finetuned": False, **ssm,
+    }  # fmt: skip
+    name = {"delta": "qwen35", "conv": "lfm2", "mamba2": "granitehybrid"}[state.rule]
     metadata = {f"{name}.{key}": value for key, value in fields.items()}
-    return name, metadata | {"tokenizer.ggml.model": "no_vocab"}, _hybrid_tensors(config, delta)
+    return name, metadata | {"tokenizer.ggml.model": "no_vocab"}, _hybrid_tensors(config, state.rule)
 
 
-def _hybrid_tensors(config: ModelConfig, delta: bool) -> Iterator[Tensor]:
+def _hybrid_tensors(config: ModelConfig, rule_name: str) -> Iterator[Tensor]:
+    delta, mamba = rule_name == "delta", rule_name == "mamba2"
     state, C, F, D = config.recurrence, config.n_embd, config.mlp_dim, config.head_dim
     assert state is not None
     queries = (1 + config.attention_gate) * config.n_head * D
     both = {"attn_norm": (C,), "post_attention_norm" if delta else "ffn_norm": (C,), "ffn_gate": (F, C),
             "ffn_up": (F, C), "ffn_down": (C, F)}  # fmt: skip
     attention = {"attn_q": (queries, C), "attn_k": (config.kv_dim, C), "attn_v": (config.kv_dim, C),
-                 "attn_output": (C, config.n_head * D), "attn_q_norm": (D,), "attn_k_norm": (D,)}  # fmt: skip
+                 "attn_output": (C, config.n_head * D)}  # fmt: skip
+    attention |= {} if mamba else {"attn_q_norm": (D,), "attn_k_norm": (D,)}
     convolution = {"shortconv.in_proj": (3 * C, C), "shortconv.out_proj": (C, C), "shortconv.conv": (C, state.taps)}
+    convolution = {
+        "ssm_in": (state.inner_dim + state.num_channels + state.num_heads, C),
+        "ssm_conv1d": (state.num_channels, state.taps),
+        "ssm_conv1d.bias": (state.num_channels,), "ssm_dt": (state.num_heads,),
+        "ssm_a": (state.num_heads, 1),
+        "ssm_d": (state.num_heads, 1), "ssm_norm": (state.num_key_heads, state.inner_dim // state.num_key_heads),
+        "ssm_out": (C, state.inner_dim),
+    } if mamba else convolution  # fmt: skip
     rule = {
         "attn_qkv": (state.num_channels, C), "attn_gate": (state.inner_dim, C), "ssm_beta": (state.num_heads, C),
         "ssm_alpha": (state.num_heads, C), "ssm_conv1d": (state.num_channels, state.taps), "ssm_dt": (state.num_heads,),
         "ssm_a": (state.num_heads,), "ssm_norm": (state.value_dim,), "ssm_out": (C, state.inner_dim),
     }  # fmt: skip
-    ends = {"ssm_dt": ".bias", "ssm_a": ""}
-    names = {"token_embd.weight": (config.vocab_size, C), f"{'output' if delta else 'token_embd'}_norm.weight": (C,)}
+    ends = {"ssm_dt": ".bias", "ssm_a": "", "ssm_d": "", "ssm_conv1d.bias": ""}
+    norm = "token_embd_norm" if rule_name == "conv" else "output_norm"
+    names = {"token_embd.weight": (config.vocab_size, C), f"{norm}.weight": (C,)}
     for layer, kind in enumerate(config.layers):
         parts: dict[str, tuple[int, ...]] = both | ((rule if delta else convolution) if kind.recurrent else attention)
         names |= {f"blk.{layer}.{part}{ends.get(part, '.weight')}": dims for part, dims in parts.items()}

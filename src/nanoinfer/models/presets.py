@@ -104,6 +104,16 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             bos_token_id=1, eos_token_id=7,
         ),
     ),
+    "granite-4-h-350m": (
+        "ibm-granite/granite-4.0-h-350m",
+        _shape(
+            32, (12, 4), 768, 2048, 100352, 32768, model_type="granitemoehybrid", shared_intermediate_size=2048,
+            layer_types=["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+            mamba_n_heads=48, mamba_d_head=32, mamba_d_state=128, num_local_experts=0, position_embedding_type="nope",
+            embedding_multiplier=12, attention_multiplier=0.015625, residual_multiplier=0.246, logits_scaling=3,
+            rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=100257, eos_token_id=100257,
+        ),
+    ),
 }  # fmt: skip
 
 
