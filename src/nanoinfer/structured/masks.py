@@ -64,8 +64,7 @@ class OutputGrammar:
         self._ends = [i for i in end_token_ids if i < grammar.vocab_size]
         self._token_ids: list[int] = []
         self._state: tuple[Lexer, llguidance.LLMatcher] | None = None
-        self._computed = threading.Event()
-        self._computed.set()
+        self._computed: threading.Event | None = None  # of masks that the thread computes
         self._last: tuple[NDArray[np.bool_] | None, Excluded | None] = None, None  # a mask, and what it excludes
         self._masks: list[Excluded] = []
         self._error: str | None = None
@@ -108,15 +107,15 @@ class OutputGrammar:
     @property
     def expected_sec(self) -> float:
         """Time that the next mask may take: of the longest of the last ones. Infinite while one is computed."""
-        return self._sec if self._computed.is_set() else math.inf
+        return self._sec if self._computed is None or self._computed.is_set() else math.inf
 
-    def start(self) -> None:
-        """Prepare for `compute`, which another thread may call before `take`."""
-        self._computed.clear()
+    def defer(self) -> None:
+        """Let `take` wait for `compute`, which another thread will call."""
+        self._computed = threading.Event()
 
     def compute(self, proposed: Seq[int]) -> None:
         """Compute the masks after the tokens so far, and after each proposed token as far as the grammar permits it."""
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), self._computed
         self._masks, self._error = [], None
         try:
             if (first := self._excluded(self._next_mask())) is None:
@@ -131,7 +130,8 @@ class OutputGrammar:
                 self._error = _said(e)
         finally:
             self._sec = max(time.perf_counter() - start, self._sec / 2)
-            self._computed.set()
+            if computed is not None:
+                computed.set()
 
     def _compute_proposed(self, proposed: Seq[int]) -> None:
         lexer, matcher = self._state or self._move()
@@ -151,7 +151,7 @@ class OutputGrammar:
             self._move()
         if not self._token_ids:
             return self._with_state(lambda lexer, _: lexer.first_mask)
-        return self._with_state(lambda lexer, matcher: lexer.read_mask(matcher))
+        return self._with_state(Lexer.read_mask)
 
     def _with_state(self, use: Callable[[Lexer, llguidance.LLMatcher], T]) -> T:
         """Call a function, again with a new lexer if it raises NanoinferError and the new one may not fail."""
@@ -181,7 +181,9 @@ class OutputGrammar:
         Raises:
             NanoinferError: the grammar permits no token, or a limit is exceeded.
         """
-        self._computed.wait()
+        if self._computed is not None:
+            self._computed.wait()
+            self._computed = None
         if self._error is not None:
             raise NanoinferError(self._error)
         return self._masks
@@ -226,7 +228,6 @@ def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
             else:
                 done.proposals[s], proposed = cut, cut.token_ids
         expected_sec += grammar.expected_sec
-        grammar.start()
         work.append((grammar, proposed))
     if not work:
         return
@@ -238,6 +239,8 @@ def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
     if expected_sec < AT_ONCE_SEC:
         compute()
     else:
+        for grammar, _ in work:
+            grammar.defer()
         work[0][0].workers.put(compute)
 
 
@@ -275,9 +278,11 @@ class MaskedRows:
                 else:
                     if row.params.num_logprobs is not None:
                         self._raw[row] = _clone(to_numpy(self.logits[at : at + count]))
-                    self._num_masked[row] = len(masks)
+                    if proposal is not None:
+                        self._num_masked[row] = len(masks)
                     for i, excluded in enumerate(masks[:count]):
-                        _exclude(self.logits, at + i, excluded)
+                        if excluded.size:  # text outside of calls may be anything
+                            _exclude(self.logits, at + i, excluded)
             at += count
 
     def finish(self, groups: Seq[Group], kept: list[list[Sampled]]) -> list[list[Sampled]]:
@@ -285,6 +290,8 @@ class MaskedRows:
 
         Sequences in `errors` have none. Of a sequence with proposals, those after a complete output are discarded.
         """
+        if not (self.errors or self._num_masked or self._raw):
+            return kept
         finished = []
         for (row, _), some in zip(groups, kept, strict=True):
             some = [] if row in self.errors else some[: self._num_masked.get(row)]
