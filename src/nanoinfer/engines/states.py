@@ -15,7 +15,6 @@ from torch import Tensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.states import MAX_PENDING, StateStep
-from nanoinfer.models.attention import AttentionSpec, KeyValues
 from nanoinfer.models.recurrent import Recurrent
 
 
@@ -74,18 +73,17 @@ class StateTensors:
         return y
 
 
-class WithStates:
-    """The cache of a step in one row of N tokens, with the states of its sequences.
+class StepStates:
+    """The states of the sequences of a step in one row of N tokens.
 
     Args:
-        cache: of keys and values.
         tensors: of the states.
         steps: of each sequence.
         num_new: number of new tokens of each sequence.
     """
 
-    def __init__(self, cache: KeyValues, tensors: StateTensors, steps: Seq[StateStep], num_new: Seq[int]) -> None:
-        self._cache, self._tensors = cache, tensors
+    def __init__(self, tensors: StateTensors, steps: Seq[StateStep], num_new: Seq[int]) -> None:
+        self._tensors = tensors
         device = tensors.states.device
         firsts = [end - n for end, n in zip(accumulate(num_new), num_new, strict=True)]
         groups: dict[int, list[int]] = {}  # those with as many tokens run together
@@ -97,16 +95,8 @@ class WithStates:
             rows, num_pending = torch.tensor([steps[i] for i in members], device=device).T
             self._groups.append((tokens, rows, num_pending))
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See `KeyValues.store`."""
-        self._cache.store(layer, k, v)
-
-    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """See `KeyValues.attend`."""
-        return self._cache.attend(spec, q)
-
     def recur(self, layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
-        """See `LayerCache.recur`. Sequences with the same number of new tokens run in one call."""
+        """Return the outputs of a recurrent layer. Sequences with the same number of new tokens run in one call."""
         y = inputs.new_empty(len(inputs), cell.shape.inner_dim)
         for tokens, rows, num_pending in self._groups:
             y[tokens] = self._tensors.step(layer, cell, rows, num_pending, inputs[tokens], None)

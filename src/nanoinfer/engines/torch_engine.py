@@ -16,9 +16,10 @@ from torch import Tensor
 from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import DEFAULTS, Engine, StepBatch
-from nanoinfer.engines.states import StateTensors, WithStates
+from nanoinfer.engines.states import StateTensors, StepStates
 from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
 from nanoinfer.models.attention import KeyValues, attention_backends
+from nanoinfer.models.recurrent import LayerRecur, recur_whole
 from nanoinfer.models.transformer import Transformer
 
 
@@ -116,12 +117,13 @@ class TorchEngine(ModelEngine):
             device=self.device,
         )
         cache = self._begin(batch, starts)
+        recur: LayerRecur = recur_whole
         if self.states is not None:
             copies, steps = self.states.step(batch.handles, batch.num_new)
             self._state_tensors.copy(copies)
-            cache = WithStates(cache, self._state_tensors, steps, batch.num_new)
+            recur = StepStates(self._state_tensors, steps, batch.num_new).recur
         previous = None if batch.previous is None else torch.from_numpy(batch.previous).to(self.device, self.dtype)
-        hidden = self.model.hidden(idx, pos, cache, previous=previous)  # (N, C)
+        hidden = self.model.hidden(idx, pos, cache, recur, previous=previous)  # (N, C)
         if batch.num_hidden == batch.num_new:
             return hidden
         return hidden[last_rows(batch.num_new, batch.num_hidden)]

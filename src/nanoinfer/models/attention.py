@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanoinfer.config import ModelConfig
 
 if TYPE_CHECKING:
-    from nanoinfer.models.recurrent import Recurrent
+    pass
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's attention kernels that the engines use on a GPU: all but cuDNN's.
@@ -56,13 +56,6 @@ class KeyValues(Protocol):
 
     def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
         """Return the attention of queries, (..., H, D), to what is stored. Same shape."""
-
-
-class LayerCache(KeyValues, Protocol):
-    """Keys and values, and the states of recurrent layers."""
-
-    def recur(self, layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
-        """Return the outputs of a recurrent layer for inputs of the new tokens, (..., W) float32 -> (..., H Dv)."""
 
 
 class Masking(NamedTuple):
@@ -150,7 +143,3 @@ class WholePrefix:
         q, k, v = (x.transpose(1, 2) for x in (q, *self._kv[spec.source]))  # (B, heads, T, D)
         T = q.shape[2]
         return scaled_attention(spec, q, k, v, masking(T, T, spec.window, q.device)).transpose(1, 2)
-
-    def recur(self, layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
-        """Return the outputs for inputs, (B, T, W): states begin with zeros."""
-        return cell.scan(inputs.new_zeros(len(inputs), cell.shape.num_state), inputs)[0]

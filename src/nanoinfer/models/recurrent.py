@@ -32,6 +32,13 @@ CHUNK = 64
 """Tokens that are computed together."""
 Recur = Callable[[Tensor], Tensor]
 """Inputs of the new tokens, (..., W) float32 -> outputs, (..., H Dv) float32, with the states that an engine has."""
+LayerRecur = Callable[[int, "Recurrent", Tensor], Tensor]
+"""The same, of a layer and its module."""
+
+
+def recur_whole(layer: int, cell: Recurrent, inputs: Tensor) -> Tensor:
+    """Return the outputs of whole sequences, (B, T, W): states begin with zeros."""
+    return cell.scan(inputs.new_zeros(len(inputs), cell.shape.num_state), inputs)[0]
 
 
 def recurrent_layer(config: ModelConfig, kind: LayerKind) -> Recurrent | None:

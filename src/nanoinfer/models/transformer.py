@@ -7,7 +7,7 @@ Shapes in the comments of this project:
 
 All layers except attention process tokens independently, so the model accepts tokens of any leading shape: (B, T) in
 training and in the engine `recompute`, (N,) in the engines with a KV cache. The engines differ only in the keys and
-values that a query attends to, so the cache is an argument (`attention.LayerCache`):
+values that a query attends to, so the cache is an argument (`attention.KeyValues`):
 
     store(layer, k, v)    attend(spec, q) -> y        q, y: (..., H, D)   k, v: (..., K, D)
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
-from nanoinfer.models.attention import AttentionSpec, KeyValues, LayerCache, WholePrefix, soft_cap
+from nanoinfer.models.attention import AttentionSpec, KeyValues, WholePrefix, soft_cap
 from nanoinfer.models.experts import other_mlp
 from nanoinfer.models.layers import (
     ACTIVATIONS,
@@ -47,7 +47,7 @@ from nanoinfer.models.layers import (
     round_inputs,
 )
 from nanoinfer.models.other_attention import other_attention
-from nanoinfer.models.recurrent import Recurrent, recurrent_layer
+from nanoinfer.models.recurrent import LayerRecur, Recurrent, recur_whole, recurrent_layer
 from nanoinfer.models.rotary import frequencies
 
 LayerAttend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -205,21 +205,22 @@ class Transformer(nn.Module):
         """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
-    def _attention(self, cache: KeyValues, layer: int, block: Block) -> Any:
+    def _attention(self, cache: KeyValues, recur: LayerRecur, layer: int, block: Block) -> Any:
         """Return what a layer's module calls: attention, what a state gives, or both."""
         c, kind = self.config, self._kinds[layer]
         spec = AttentionSpec(c.kv_layer(layer), kind.window, c.attention_scale, c.attention_softcap, block.attn.sinks)
         attend = attend_through(cache, layer, spec)
         if not isinstance(block.attn, Recurrent):
             return attend
-        recur = partial(cast(LayerCache, cache).recur, layer, block.attn)
-        return (attend, recur) if kind.beside else recur
+        of_cell = partial(recur, layer, block.attn)
+        return (attend, of_cell) if kind.beside else of_cell
 
     def hidden(
         self,
         idx: Tensor,
         pos: Tensor,
         cache: KeyValues | None = None,
+        recur: LayerRecur = recur_whole,
         *,
         run_block: RunBlock | None = None,
         previous: Tensor | None = None,
@@ -229,8 +230,8 @@ class Transformer(nn.Module):
         Args:
             idx: token ids, int64, any shape.
             pos: position of each token in its window, less than block_size; broadcastable to idx.
-            cache: of keys and values, a `LayerCache` if layers are recurrent; None: idx, (B, T), are whole sequences
-                (`WholePrefix`).
+            cache: of keys and values; None: idx, (B, T), are whole sequences (`WholePrefix`).
+            recur: runs a recurrent layer.
             run_block: runs a whole block including attention; for engines that compile or replace blocks.
             previous: hidden states for `MTPInput`, (..., C); None: the model has no such input.
         """
@@ -246,7 +247,7 @@ class Transformer(nn.Module):
             if run_block is not None:
                 x = run_block(layer, block, x, by)
             else:
-                x = block(x, self._attention(cache, layer, block), by)
+                x = block(x, self._attention(cache, recur, layer, block), by)
             if block.after is not None:
                 x = block.after(x, None if inputs is None else inputs[..., layer, :])
         x = parts["ln_f"](x)
