@@ -17,8 +17,12 @@ from nanoinfer.errors import ResultError
 PIECE_BYTES = 1 << 16
 SLICE_ITEMS = 32  # that one call encodes: numbers, strings, or the log-probabilities of a token
 
-_string = json.encoder.encode_basestring  # of C
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_string = json.encoder.encode_basestring  # of C: the text of each token of a stream
+_any = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _encode(value: Any) -> str:
+    return _string(value) if type(value) is str else _any(value)
 
 
 def encode(value: Any) -> str:
@@ -27,8 +31,6 @@ def encode(value: Any) -> str:
     Raises:
         ResultError: a number in it is not finite.
     """
-    if type(value) is str:  # the text of each token of a stream
-        return _string(value)
     try:
         return _encode(value)
     except ValueError:
