@@ -64,6 +64,10 @@ def format_of(name: str, shape: tuple[int, ...], file_format: str, config: Model
     return "Q5_K" if grouped or early else "IQ4_XS"
 
 
+NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+"""Formats of rows that are no multiple of 256, as llama.cpp's quantizer chooses them."""
+
+
 @functools.cache
 def blocks_of(format: str, width: int) -> NDArray[np.uint8]:
     """Return ROWS rows of `width` random weights as ggml quantizes them, (ROWS, bytes of a row)."""
@@ -98,6 +102,7 @@ def write(path: Path, shape: str, file_format: str) -> None:
         if format == "F32":
             writer.add_tensor(name, values)
             continue
+        format = NARROW.get(format, format) if dims[-1] % 256 else format
         blocks = blocks_of(format, dims[-1])
         rows = np.resize(blocks, (*dims[:-1], blocks.shape[1]))
         writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format])
