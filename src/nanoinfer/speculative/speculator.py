@@ -128,7 +128,7 @@ class Speculator:
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
         behind = [self.drafter.num_behind(r) if r.num_tokens > 0 else None for r in requests]
-        if behind.count(None) == len(behind):  # without the time to choose a number that nobody can propose
+        if behind.count(None) == len(behind):  # choosing k takes longer than this test, at every step
             return []
         limits = [0 if n is None else r.num_tokens for r, n in zip(requests, behind, strict=True)]
         chosen = adaptive.choose(limits, [n or 0 for n in behind])
