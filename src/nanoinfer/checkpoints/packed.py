@@ -390,10 +390,7 @@ def _write_pieces(
                 panels, scales = native.pack_blocks(blocks=part.blocks(), format=wanted_format, threads=threads)
             else:
                 panels, scales = native.pack(
-                    values=part.values,
-                    dtype=part.dtype,
-                    format=wanted_format,
-                    threads=threads,
+                    values=part.values, dtype=part.dtype, format=wanted_format, threads=threads
                 )
             put(place, panels)
             if scales.size:

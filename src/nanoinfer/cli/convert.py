@@ -83,10 +83,7 @@ def pack(*, model: str, output: Path, tokenizer: str | None, merge: Path | None,
     for name, files in loaded.pooling.to_files().items():
         write_folder(output / name, files)
     formats = " ".join(format_names(block_formats)) or format
-    print(
-        f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes",
-        file=sys.stderr,
-    )
+    print(f"{escaped(output)}: {formats} weights of {escaped(model)}, {num_bytes:,} bytes", file=sys.stderr)
 
 
 @command("export")

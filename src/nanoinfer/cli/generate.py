@@ -253,12 +253,7 @@ class _InOrder:
 @flags(SamplingParams, "params", skip=NO_FLAGS, defaults={**COMMAND_DEFAULTS, "max_tokens": 32})
 @llm_config("engine", "speculation", "scheduler")
 def explain(
-    *,
-    prompts: tuple[str, ...],
-    output: Path,
-    device_limits: str = "measure",
-    config: LLMConfig,
-    params: SamplingParams,
+    *, prompts: tuple[str, ...], output: Path, device_limits: str = "measure", config: LLMConfig, params: SamplingParams
 ) -> None:
     """Write a page that shows a generation step by step.
 

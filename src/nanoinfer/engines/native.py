@@ -60,11 +60,7 @@ class NativeEngine(Engine):
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        limits: EngineLimits,
-        config: EngineConfig = DEFAULTS,
-        owner: NativeEngine | None = None,
+        self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS, owner: NativeEngine | None = None
     ) -> None:
         from nanoinfer._native import Decoder
 

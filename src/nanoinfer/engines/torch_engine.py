@@ -113,8 +113,7 @@ class TorchEngine(ModelEngine):
         starts = [self._lengths[h] for h in batch.handles]
         idx = torch.tensor(batch.token_ids, device=self.device)
         pos = torch.tensor(
-            [p for s, n in zip(starts, batch.num_new, strict=True) for p in range(s, s + n)],
-            device=self.device,
+            [p for s, n in zip(starts, batch.num_new, strict=True) for p in range(s, s + n)], device=self.device
         )
         cache = self._begin(batch, starts)
         recur: LayerRecur = recur_whole

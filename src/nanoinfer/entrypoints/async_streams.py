@@ -123,11 +123,7 @@ class MergedStreams(AsyncIterator[Found]):
     """Takes outputs in the turn of the event loop in which they arrive while the task waits for the next ones, or
     returns False: the task gets them."""
 
-    def __init__(
-        self,
-        streams: Sequence[AsyncOutputStream],
-        observe: Observe | None = None,
-    ) -> None:
+    def __init__(self, streams: Sequence[AsyncOutputStream], observe: Observe | None = None) -> None:
         self._streams, self._observe = streams, observe
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()

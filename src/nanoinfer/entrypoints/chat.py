@@ -66,11 +66,7 @@ class Answers:
             return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
         starts, special = self.in_reasoning is True, self.formatter.special_tokens
         return AnswerParser(
-            self.format,
-            self.tools,
-            starts_in_reasoning=starts,
-            constrained=self.constrained,
-            special_tokens=special,
+            self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained, special_tokens=special
         )
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:

@@ -187,11 +187,7 @@ class LLM:
         return [beam_search_output(output, params, lambda token: self.decode([token])) for output in outputs]
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        lora_request: LoRARequest | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> TextStream:
         """Generate for one prompt (n=1) and yield the output text in pieces of whole characters.
 

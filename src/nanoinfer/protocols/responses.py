@@ -216,8 +216,7 @@ def _text(value: Any, at: str, *, is_result: bool = False) -> str:
             text = text_instead_of(kind)
         if not isinstance(text, str):
             raise FieldError(
-                f"{at}[{i}]={show(part)} is not {{'type': 'input_text', 'text': ...}}: {only_text(part)}",
-                "input",
+                f"{at}[{i}]={show(part)} is not {{'type': 'input_text', 'text': ...}}: {only_text(part)}", "input"
             )
         texts.append(text)
     return "\n".join(texts)

@@ -55,11 +55,7 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
     for route in routes:
         path = route.path.replace(":path}", "}")
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, defaults, max_logprobs)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
-        "paths": paths,
-    }
+    return {"openapi": "3.1.0", "info": {"title": "nanoinfer", "version": nanoinfer.__version__}, "paths": paths}
 
 
 def _operation(

@@ -262,12 +262,7 @@ class Grammar:
     """
 
     def __init__(
-        self,
-        lark: str,
-        table: llguidance.LLTokenizer,
-        vocab_size: int,
-        num_bytes: int,
-        workers: Workers,
+        self, lark: str, table: llguidance.LLTokenizer, vocab_size: int, num_bytes: int, workers: Workers
     ) -> None:
         self.vocab_size, self.workers = vocab_size, workers
         self.num_bytes = num_bytes + vocab_size + len(lark) + MAX_GROWTH

@@ -396,11 +396,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", _qwen),
     "qwen2vl": Architecture("qwen2", _qwen),
     "qwen3vl": Architecture("qwen3", _qwen),
-    "qwen2moe": Architecture(
-        "qwen2_moe",
-        _qwen_moe,
-        _SHARED,
-    ),
+    "qwen2moe": Architecture("qwen2_moe", _qwen_moe, _SHARED),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "qwen35": _QWEN35,
     "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_qwen35_moe, rows=(*_QWEN35.rows, *_SHARED)),

@@ -102,15 +102,9 @@ _ROWS = (
     ("laguna", Split((r"[^\n]+|\n+", _QWEN2))),
     ("seed-coder", Split((rf"{_SHORT}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BREAKS}",))),
     ("exaone-moe", Split((_EXAONE_MOE,))),
-    (
-        "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
-        Split((r"\p{N}{1,3}", _CHINESE, rf"{_DEEPSEEK3}[\r\n]*|{_BREAKS}")),
-    ),
+    ("deepseek-v3 joyai-llm hunyuan-dense hy_v4", Split((r"\p{N}{1,3}", _CHINESE, rf"{_DEEPSEEK3}[\r\n]*|{_BREAKS}"))),
     ("spark2_5", Split((r"\p{N}{1,3}", _CHINESE, rf"{_DEEPSEEK3}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"))),
-    (
-        "afmoe",
-        Split((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _AFMOE_SCRIPTS, rf"{_DEEPSEEK3}[\r\n]*|{_BREAKS}")),
-    ),
+    ("afmoe", Split((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _AFMOE_SCRIPTS, rf"{_DEEPSEEK3}[\r\n]*|{_BREAKS}"))),
     ("deepseek-llm", Split(_DEEPSEEK_LLM)),
     ("deepseek-coder", Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_KOREAN, r"\p{N}"))),
     ("gpt-4o kanana2 talkie minimax-m2", Split((_O200K,))),

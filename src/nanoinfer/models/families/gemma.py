@@ -56,11 +56,7 @@ GEMMA2 = GEMMA.derive(
         "attn_logit_softcapping": ("attention_softcap", 50.0),
         "final_logit_softcapping": ("logits_softcap", 30.0),
     },
-    {
-        "post_1": "post_attention_layernorm",
-        "ln_2": "pre_feedforward_layernorm",
-        "post_2": "post_feedforward_layernorm",
-    },
+    {"post_1": "post_attention_layernorm", "ln_2": "pre_feedforward_layernorm", "post_2": "post_feedforward_layernorm"},
     {"norm_placement": "both"},
     defaults={"num_key_value_heads": 4},
     without=("hidden_act",),
