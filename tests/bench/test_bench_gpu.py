@@ -246,12 +246,7 @@ def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_fold
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
-        name="NVIDIA H100",
-        total_memory=80 << 30,
-        L2_cache_size=50 << 20,
-        multi_processor_count=132,
-        major=9,
-        minor=0,
+        name="NVIDIA H100", total_memory=80 << 30, L2_cache_size=50 << 20, multi_processor_count=132, major=9, minor=0
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     described = machine.describe_machine("cuda:1")

@@ -51,10 +51,7 @@ def test_keys_that_do_not_fit_are_named(model: Any, tmp_path: Path) -> None:
     wrong: dict[str, tuple[Any, str]] = {
         "attention.sliding_window_pattern": (np.array([True, False]), "is not a list of 6 booleans"),
         "attention.head_count_kv": (np.array([2, 2], np.int32), "is not a list of 6 numbers"),
-        "feed_forward_length": (
-            np.array([64, 64, 64, 128, 128, 128], np.int32),
-            "only layers without keys may",
-        ),
+        "feed_forward_length": (np.array([64, 64, 64, 128, 128, 128], np.int32), "only layers without keys may"),
         "rope.dimension_count": (8, "gemma4.rope.dimension_count=8"),
         "attention.value_length_swa": (16, "gemma4.attention.value_length_swa=16"),
         "expert_count": (4, "ffn_gate_up_exps.weight is [5, 64, 32], which is not two matrices of 4"),

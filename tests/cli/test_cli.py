@@ -332,8 +332,7 @@ def prompts_of(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "given, expected",
-    [(b"Go\n", "Go"), (b"Go", "Go"), (b"Go\n\n", "Go\n"), (b"Go\r\n", "Go"), (b"\nGo", "\nGo")],
+    "given, expected", [(b"Go\n", "Go"), (b"Go", "Go"), (b"Go\n\n", "Go\n"), (b"Go\r\n", "Go"), (b"\nGo", "\nGo")]
 )
 def test_stdin_loses_one_newline(run: Run, tiny_folder: Path, given: bytes, expected: str) -> None:
     code, out, err = run("generate", "-m", tiny_folder, *GREEDY, "--json", stdin=given)

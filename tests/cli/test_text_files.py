@@ -29,10 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_way_in_gives_the_same_tokens(
-    run: Run,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokenizer = tmp_path / "text.txt", from_file(folder / "tokenizer.json")
     path.write_bytes(TEXT.encode())

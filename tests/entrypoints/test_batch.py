@@ -258,11 +258,7 @@ def test_openai_completions(run: Run, llm: LLM) -> None:
 
 def test_openai_embeddings(run: Run, llm: LLM) -> None:
     texts = ["To be", "Go"]
-    write(
-        "in.jsonl",
-        openai(EMBEDDINGS, input=texts, dimensions=4),
-        {"prompt": "a", "max_tokens": 2},
-    )
+    write("in.jsonl", openai(EMBEDDINGS, input=texts, dimensions=4), {"prompt": "a", "max_tokens": 2})
     assert run("in.jsonl", "out.jsonl", "--pooling-type", "mean")[0] == 0
     embedded, generated = read("out.jsonl")
     mean = LLM(str(llm.model_name), pooling_type="mean")

@@ -44,8 +44,7 @@ UNIT = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-
             "cpu", marks=pytest.mark.skipif(not products.INTERPRETED, reason="kernels run on the CUDA device here")
         ),
         pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
         ),
     ]
 )

@@ -31,8 +31,7 @@ from nanoinfer.scheduling.sequence import window_start
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
     ),
 ]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)

@@ -157,11 +157,7 @@ def type_of(value: Any) -> str:
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMATS)),
-    arguments=st.lists(
-        st.dictionaries(keys, values | text_values, max_size=4),
-        min_size=1,
-        max_size=3,
-    ),
+    arguments=st.lists(st.dictionaries(keys, values | text_values, max_size=4), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 10**6), max_size=12),
     constrained=st.booleans(),
 )

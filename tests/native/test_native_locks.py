@@ -147,9 +147,7 @@ WAITING = {
     "threads": Case(lambda s: s.decoder.threads, POOL),
     "blocks_free": Case(lambda s: s.decoder.blocks_free < LENGTH // 16, True),
     "blocks_total": Case(lambda s: s.decoder.blocks_total, 2 * LENGTH // 16),
-    "read_blocks": Case(
-        lambda s: s.decoder.read_blocks(s.short[0], 0, blocks(s, 2)),
-    ),
+    "read_blocks": Case(lambda s: s.decoder.read_blocks(s.short[0], 0, blocks(s, 2))),
     "append_blocks": Case(
         lambda s: refused(
             lambda: s.decoder.append_blocks(s.short[0], 1, np.empty((3, s.decoder.block_bytes), np.uint8))

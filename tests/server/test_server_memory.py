@@ -26,10 +26,7 @@ from nanoinfer.protocols.fields import COMPLETIONS, EMBEDDINGS, MAX_INPUTS
 from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")]
 DOCUMENT = ROOT / "docs" / "server-security.md"
 MIB = 1 << 20
 SLACK = 48 * MIB  # what the allocator keeps

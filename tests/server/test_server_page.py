@@ -171,7 +171,7 @@ def test_a_completion(page: Page, stub: page_stub.Stub) -> None:
     params = {"max_tokens": 128, "temperature": 0.8, "top_k": 50}  # as on the command line
     assert 0 <= stub.bodies[0][1].pop("seed") < 2**32
     assert stub.bodies == [
-        ("/v1/completions", {"model": "tiny", "prompt": "O Romeo,", "stream": True, **params, **display}),
+        ("/v1/completions", {"model": "tiny", "prompt": "O Romeo,", "stream": True, **params, **display})
     ]
     assert page.input_value("#input") == "O Romeo,"
     assert page.inner_text("#status") == "Finished: 6 tokens."

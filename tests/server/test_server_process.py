@@ -81,10 +81,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     "options, words",
     [
         (["no-such-model-x/"], ["no-such-model-x"]),
-        (
-            ["shakespeare", "--host", "no.such.host.invalid"],
-            ["no.such.host.invalid:8000 cannot be", "--host"],
-        ),
+        (["shakespeare", "--host", "no.such.host.invalid"], ["no.such.host.invalid:8000 cannot be", "--host"]),
         (["shakespeare", "--host", "x" * 300], ["cannot be listened on"]),
         (["shakespeare", "--port", "65536"], ["port=65536 is not an integer in [0, 65535]"]),
         (["shakespeare", "--shutdown-timeout", "-1"], ["shutdown_timeout=-1"]),

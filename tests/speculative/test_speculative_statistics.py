@@ -93,11 +93,7 @@ class Watched(Speculator):
         self.rounds: list[tuple[int, int]] = []
 
     def learn(
-        self,
-        work: Sequence[ScheduledSequence],
-        done: StepProposals,
-        tokens: Sequence[Sequence[int]],
-        step_sec: float,
+        self, work: Sequence[ScheduledSequence], done: StepProposals, tokens: Sequence[Sequence[int]], step_sec: float
     ) -> None:
         super().learn(work, done, tokens, step_sec)
         drawing = [w.sequence for w in work if w.samples and not w.forks]

@@ -82,10 +82,7 @@ def test_what_may_follow_is_what_continues_a_choice(compiler: Grammars, choices:
 
 @pytest.mark.parametrize(
     "choices",
-    [
-        [f"v{i}" for i in range(10_000)],
-        [f"{'the same beginning ' * 3}{i}" for i in range(2001)],
-    ],
+    [[f"v{i}" for i in range(10_000)], [f"{'the same beginning ' * 3}{i}" for i in range(2001)]],
     ids=lambda choices: f"{len(choices)} of {len(choices[-1])}",
 )
 def test_thousands_of_choices(folder: Path, choices: list[str]) -> None:
@@ -126,10 +123,7 @@ def lexers_made(monkeypatch: pytest.MonkeyPatch) -> list[grammars.Lexer]:
 
 @pytest.mark.parametrize("draft", [None, "prompt-lookup"])
 def test_a_full_lexer_is_replaced_and_the_tokens_are_the_same(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lexers_made: list[grammars.Lexer],
-    draft: str | None,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lexers_made: list[grammars.Lexer], draft: str | None
 ) -> None:
     structured = {"regex": "[a-z ]*[a-m][a-z ]{12}!"}  # a state for each of the last 12 characters' classes
     asked = SamplingParams(n=3, seed=3, max_tokens=150, structured_outputs=structured)

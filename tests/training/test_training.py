@@ -521,14 +521,8 @@ def test_what_does_not_fit_is_refused(small: TrainConfig, tmp_path: Path) -> Non
     other = make_folder(tmp_path / "other", chars=CHARS[:-1] + "~")
     nameless = make_folder(tmp_path / "nameless", chars=None)
     for changed, words in (
-        (
-            replace(small, init=str(other)),
-            ("target' has a vocabulary of 59", "init=", "other' has another vocabulary"),
-        ),
-        (
-            replace(small, tokenizer="shakespeare"),
-            ("of 59 tokens", "'shakespeare' has another vocabulary, of 2048"),
-        ),
+        (replace(small, init=str(other)), ("target' has a vocabulary of 59", "init=", "other' has another vocabulary")),
+        (replace(small, tokenizer="shakespeare"), ("of 59 tokens", "'shakespeare' has another vocabulary, of 2048")),
         (replace(small, distill=str(nameless)), ("distill=", "nameless", "no tokenizer")),
         (replace(small, distill="no such model!"), ("neither built in",)),
         (replace(small, block_size=33), ("block_size=33 is more than the 32 of distill=",)),
