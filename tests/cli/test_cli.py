@@ -37,7 +37,7 @@ from nanoinfer.errors import ResultError
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from nanoinfer.tokenizers.tokenizer import char_to_json
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.utils.field_docs import field_docs
+from nanoinfer.utils.checks import field_docs
 
 
 def test_generate_prints_the_text_and_nothing_else(run: Run, tiny_folder: Path) -> None:

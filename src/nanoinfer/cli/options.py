@@ -23,7 +23,7 @@ from nanoinfer.cli.help import TOPICS, Flag
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import show
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.field_docs import field_docs
+from nanoinfer.utils.checks import field_docs
 
 if TYPE_CHECKING:
     from nanoinfer.entrypoints.llm import LLM

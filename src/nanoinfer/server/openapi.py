@@ -15,7 +15,7 @@ from nanoinfer.protocols.fields import REQUIRED, SAMPLING_OF, TABLES
 from nanoinfer.sampling_params import MAX_LOGPROBS, OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.limits import LOGPROBS
 from nanoinfer.server.service import Service
-from nanoinfer.utils.field_docs import field_docs
+from nanoinfer.utils.checks import field_docs
 
 Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
 

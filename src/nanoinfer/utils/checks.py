@@ -6,10 +6,14 @@ require_int("max_tokens", numpy.int64(3), 1)  ->  3
 
 from __future__ import annotations
 
+import ast
+import inspect
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import field, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, show
@@ -122,3 +126,21 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise NanoinferError if `value` is not one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise NanoinferError(f"{name}={show(value)} is unknown: use one of {', '.join(choices)}")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass: {"max_tokens": "Most tokens to generate."}."""
+    body = _classes(cls.__module__)[cls.__name__].body
+    docs = {}
+    for annotated, text in pairwise(body):
+        if isinstance(annotated, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(annotated.target, ast.Name)
+            docs[annotated.target.id] = " ".join(str(text.value.value).split())
+    return docs
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax of a module's classes by name; faster than inspect.getsource(cls), which tokenizes each."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
