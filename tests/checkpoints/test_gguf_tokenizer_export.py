@@ -132,7 +132,7 @@ def test_special_tokens_and_end_tokens() -> None:
 def test_a_start_token_is_added_by_the_reader_too() -> None:
     tokenizer = with_special()
     assert isinstance(tokenizer, tokenizers.ByteLevelTokenizer)
-    tokenizers.prepend(tokenizer.core, "<|im_start|>", tokenizer.vocab_size - 3)
+    tokenizers.surround(tokenizer.core, ("<|im_start|>", tokenizer.vocab_size - 3))
     starting = tokenizers.from_json(tokenizers.to_json(tokenizer), "a tokenizer")
     metadata = write(starting, bos_token_id=3)
     assert metadata["add_bos_token"] is True

@@ -361,7 +361,7 @@ def test_prompts_are_truncated_at_the_left(llm: LLM, chat: LLM, tmp_path: Path) 
     assert out.prompt_token_ids == chat.apply_chat_template(HI)[-3:]
 
     core = hf.Tokenizer.from_str(tokenizers.to_json(chat.tokenizer))  # type: ignore[arg-type]
-    tokenizers.prepend(core, "<pad>", 0)
+    tokenizers.surround(core, ("<pad>", 0))
     folder = chat_folder(tmp_path / "bos")
     (folder / "tokenizer.json").write_text(core.to_str())
     start = LLM(str(folder))

@@ -39,7 +39,7 @@ from nanoinfer.tokenizers.tokenizer import (
     from_core,
     from_file,
     from_json,
-    prepend,
+    surround,
     to_json,
 )
 from nanoinfer.training.data import train_bpe
@@ -502,7 +502,7 @@ DRAWN = st.lists(PIECES, max_size=40).map("".join)
 def with_start(tokenizer: Tokenizer) -> Tokenizer:
     core: hf.Tokenizer = tokenizer.core  # type: ignore[attr-defined]
     core.add_special_tokens(["<s>"])
-    prepend(core, "<s>", core.token_to_id("<s>"))
+    surround(core, ("<s>", core.token_to_id("<s>")))
     return from_core(core)
 
 

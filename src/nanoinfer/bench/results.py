@@ -170,7 +170,7 @@ def _format(case: Case, config: ModelConfig) -> WeightFormat | None:
     if case.format == "int4" and case.backend in _HEADS:  # groups of 128 with a scale of 16 bits, but for the head
         head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
         fmt = replace(fmt, group_size=128, group_bytes=2, matrices={head: FORMATS[_HEADS[case.backend]]})
-    return fmt.with_cache(2)
+    return replace(fmt, cache_bytes=2, cache_scale_bytes=0)
 
 
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:

@@ -24,7 +24,7 @@ from nanoinfer.errors import NanoinferError, about, escaped, reason
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
-from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, explained, from_core, in_order, prepend, ranked
+from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, explained, from_core, in_order, ranked, surround
 from nanoinfer.utils.files import read_limited, read_object
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
@@ -246,7 +246,7 @@ def _build_tokenizer(tokens: list[bytes], names: list[str], pattern: str) -> Tok
     core = ranked(tokens, special, (pattern,))
     core.add_special_tokens(names)
     if _BOS in special:
-        prepend(core, _BOS, special[_BOS])
+        surround(core, (_BOS, special[_BOS]))
     return from_core(core)
 
 

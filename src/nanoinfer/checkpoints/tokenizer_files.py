@@ -40,9 +40,9 @@ from nanoinfer.tokenizers.tokenizer import (
     from_core,
     from_file,
     in_order,
-    prepend,
     ranked,
     read_table,
+    surround,
 )
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import decode_utf8, first_bytes, parse_json, read_limited, read_object
@@ -144,7 +144,7 @@ def _from_tekken(path: Path, num_tokens: int) -> Tokenizer:
         core = ranked(in_order(ranks, 0, bytes), special, (config["pattern"],), count)
         core.add_special_tokens(list(special))
         if "<s>" in special:
-            prepend(core, "<s>", special["<s>"])
+            surround(core, ("<s>", special["<s>"]))
         return from_core(core)
 
 
@@ -170,7 +170,7 @@ def _prepend_bos(core: Any, folder: Path, ids: dict[str, int], default: bool) ->
     """Let prompts begin with the start token, if the folder or `default` says so."""
     bos = special_tokens(folder).get("bos_token")
     if bos is not None and bos in ids and tokenizer_field(folder, "add_bos_token", default):
-        prepend(core, bos, ids[bos])
+        surround(core, (bos, ids[bos]))
 
 
 def _add(core: Any, tokens: list[dict[str, Any]]) -> None:

@@ -199,12 +199,8 @@ def _option(
     names = [f"{flag}/--no-{flag[2:]}" if has_negation else flag]
     if name in _ALIASES:
         names.append(_ALIASES[name])
-    settings: dict[str, Any] = {
-        "doc": lambda: f"{doc()} {note}".strip(),
-        "type": parse,
-        "metavar": metavar or usual_metavar,
-    }
-    settings |= {"cls": Flag, "topic": topic}
+    settings: dict[str, Any] = {"cls": Flag, "topic": topic, "type": parse, "metavar": metavar or usual_metavar}
+    settings["doc"] = lambda: f"{doc()} {note}".strip()
     settings |= {"is_flag": True} if kind is bool else {"multiple": typing.get_origin(hint) is tuple}
     if default is dataclasses.MISSING:
         return click.option(*names, name, required=True, **settings)

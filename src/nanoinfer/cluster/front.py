@@ -36,8 +36,8 @@ from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.link import Answer, Remote, ReplicaLost, choose, head_of, prefix_blocks
 from nanoinfer.cluster.local import Group, plan_cores, unavailable
 from nanoinfer.config import LLMConfig
-from nanoinfer.errors import NanoinferError, ResultError, one_line, printable, show
-from nanoinfer.protocols.fields import FieldError
+from nanoinfer.errors import NanoinferError, ResultError, one_line, printable
+from nanoinfer.protocols.fields import unknown_model
 from nanoinfer.server.access_log import AccessLog, configure_logging, count_tokens
 from nanoinfer.server.app import guarded
 from nanoinfer.server.config import ServerConfig
@@ -76,11 +76,14 @@ class Front:
         """Answer a request, whose body comes in one message. Raises errors, which the caller turns into responses."""
         path = scope["path"] if scope["method"] in ("GET", "HEAD") else None  # a replica refuses other methods
         if path == "/health":
-            return await self._health(send)
+            if missing := [group.names[0] for group in self._groups if not group.is_running]:
+                raise unavailable(f"no replica of {', '.join(missing)} runs")
+            return await respond(send, b"")
         if path == "/metrics":
             return await respond(send, await self.metrics.exposition(), content_type=METRICS_TYPE)
         if path == _MODELS:
-            return await self._models(send)
+            entries = [entry for group in self._groups for entry in group.described]
+            return await respond_json(send, {"object": "list", "data": entries})
         body: bytes = (await receive())["body"]
         document, blocks = await self._document(body, scope["state"].get("cache_salt"))
         group, response = self._group(scope, document), SentResponse(send)
@@ -99,7 +102,7 @@ class Front:
                         "the replica that ran this request has ended: send the request again; with a seed it gives the"
                         " same text"
                     ) from None
-                self.metrics.retried(group)
+                self.metrics.retried.labels(group.names[0]).inc()
         raise unavailable(f"{ATTEMPTS} replicas have ended while they ran this request: try again later")
 
     def _group(self, scope: Scope, document: Mapping[str, Any]) -> Group:
@@ -113,9 +116,7 @@ class Front:
             return self._groups[0]
         group = self._by_name.get(name) if isinstance(name, str) else None
         if group is None:
-            known = ", ".join(group.names[0] for group in self._groups)
-            message = f"the model {show(name)} does not exist: this server has {known}"
-            raise FieldError(message, "model", 404, "model_not_found")
+            raise unknown_model(name, [group.names[0] for group in self._groups])
         return group
 
     async def _document(self, body: bytes, salt: str | None) -> tuple[Mapping[str, Any], Sequence[int]]:
@@ -128,17 +129,6 @@ class Front:
             return await self._bodies.read(receive, lambda document: (document, prefix_blocks(document, salt)))
         except NanoinferError:
             return {}, ()
-
-    async def _health(self, send: Send) -> None:
-        """Answer 200 while every model has a replica, or is unloaded and can be loaded again."""
-        if missing := [group.names[0] for group in self._groups if not group.is_running]:
-            raise unavailable(f"no replica of {', '.join(missing)} runs")
-        await respond(send, b"")
-
-    async def _models(self, send: Send) -> None:
-        """List the names of all models, those that are unloaded included."""
-        entries = [entry for group in self._groups for entry in group.described]
-        await respond_json(send, {"object": "list", "data": entries})
 
 
 async def _pass_on(answer: Answer, scope: Scope, send: Send) -> None:
@@ -169,7 +159,7 @@ class FrontMetrics(Collector):
             _OF_FRONT, "Responses; status 0: the client disconnected before.",
             ("model_name", "method", "status"), registry=self._registry,
         )  # fmt: skip
-        self._retried = Counter(
+        self.retried = Counter(
             PREFIX + "requests_retried", "Requests that were sent again because their replica had ended.",
             ("model_name",), registry=self._registry,
         )  # fmt: skip
@@ -184,10 +174,6 @@ class FrontMetrics(Collector):
         """Count a response. Args: entry: of the access log."""
         first = self._groups[0].names[0]  # as in the dashboard's queries; many responses are to requests of no model
         self._responses.labels(first, *response_labels(entry)).inc()
-
-    def retried(self, group: Group) -> None:
-        """Count a request that is sent to another replica."""
-        self._retried.labels(group.names[0]).inc()
 
     async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -5,7 +5,7 @@ Besides the fields of its table, a route that generates has those of `SamplingPa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -44,6 +44,12 @@ class FieldError(NanoinferError):
     def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
+
+
+def unknown_model(name: object, known: Sequence[str]) -> FieldError:
+    """Return the error of a request for a model that this server does not have."""
+    message = f"the model {show(name)} does not exist: this server has {', '.join(known)}"
+    return FieldError(message, "model", 404, "model_not_found")
 
 
 @dataclass(frozen=True)

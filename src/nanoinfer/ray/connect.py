@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from nanoinfer import __version__
 from nanoinfer.errors import NanoinferError, escaped, missing_extra, one_line
@@ -27,14 +26,6 @@ _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s)."}  # Ray prints no errors of
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # Ray waits 10 minutes for an address where something else answers.
 _REMOTE_ENVIRONMENT = {"RAY_gcs_server_port_wait_time_s": "2", "RAY_py_gcs_connect_timeout_s": "5"}
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The actors of a pipeline."""
-
-    num_actors: int
-    cpus_per_actor: int
 
 
 @contextmanager
@@ -110,8 +101,8 @@ def capacity(cpus_per_actor: int) -> int:
     return sum(cpus // cpus_per_actor for cpus in _node_cpus())
 
 
-def pool_of(num_actors: int | None, cpus_per_actor: int | None) -> Pool:
-    """Return the actors to start. Without options, there is one on each node, with the CPUs of the smallest node.
+def plan_actors(num_actors: int | None, cpus_per_actor: int | None) -> tuple[int, int]:
+    """Return how many actors to start, and the CPUs of each: by default one on each node, with those of the smallest.
 
     Raises:
         NanoinferError: the cluster has too few CPUs.
@@ -130,7 +121,7 @@ def pool_of(num_actors: int | None, cpus_per_actor: int | None) -> Pool:
             f"--num-actors {num_actors} with {cpus_per_actor} CPUs each do not fit the cluster, which has room for"
             f" {limit}: lower it, or --cpus-per-actor"
         )
-    return Pool(num_actors or limit, cpus_per_actor)
+    return num_actors or limit, cpus_per_actor
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ from nanoinfer.batch.run import BatchOptions, LineService, Result
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.ray.connect import check_versions, node_name, pool_of, versions
+from nanoinfer.ray.connect import check_versions, node_name, plan_actors, versions
 from nanoinfer.utils.progress import ProgressBar
 
 CALLS = 8
@@ -147,11 +147,10 @@ class _Pool:
     """The actors. They are started as there are blocks for them."""
 
     def __init__(self, job: Job) -> None:
-        size = pool_of(job.num_actors, job.cpus_per_actor)
-        threads = job.config.engine.threads or size.cpus_per_actor
+        self._num_actors, self._cpus = plan_actors(job.num_actors, job.cpus_per_actor)
+        threads = job.config.engine.threads or self._cpus
         self._job = replace(job, config=replace(job.config, engine=replace(job.config.engine, threads=threads)))
-        self._size = size
-        self.max_blocks = 2 * CALLS * size.num_actors
+        self.max_blocks = 2 * CALLS * self._num_actors
         """Blocks in the window."""
         self._actors: list[_Actor] = []
         self._calls: dict[Any, _Block] = {}  # by the reference of the result
@@ -161,7 +160,7 @@ class _Pool:
     def assign(self, window: Iterable[_Block]) -> None:
         """Send blocks that no actor has to those that have room."""
         waiting = [block for block in window if block.actor is None and block.results is None]
-        while len(self._actors) < min(self._size.num_actors, len(self._calls) + len(waiting)):
+        while len(self._actors) < min(self._num_actors, len(self._calls) + len(waiting)):
             self._start()
         for block in waiting:
             free = [a for a in self._actors if a.starting is None and a.num_blocks < CALLS]
@@ -178,7 +177,7 @@ class _Pool:
         starting = {actor.starting: actor for actor in self._actors if actor.starting is not None}
         done, _ = ray.wait([*self._calls, *starting], num_returns=1, timeout=1.0)
         if not done and len(starting) == len(self._actors) and time.monotonic() > self._progress + PLACEMENT_SEC:
-            pool_of(None, self._size.cpus_per_actor)  # raises if no node is large enough any more
+            plan_actors(None, self._cpus)  # raises if no node is large enough any more
         for reference in done:
             block = self._calls.pop(reference, None)
             actor = starting[reference] if block is None else block.actor
@@ -202,7 +201,7 @@ class _Pool:
     def _start(self) -> None:
         import ray
 
-        options = {"num_cpus": self._size.cpus_per_actor, "max_concurrency": CALLS, "scheduling_strategy": "SPREAD"}
+        options = {"num_cpus": self._cpus, "max_concurrency": CALLS, "scheduling_strategy": "SPREAD"}
         handle = ray.remote(LineActor).options(**options).remote(self._job, versions())
         self._actors.append(_Actor(handle, handle.fault.remote()))
 
@@ -217,7 +216,7 @@ class _Pool:
         for reference in [r for r, block in self._calls.items() if block.actor is actor]:
             self._calls.pop(reference).actor = None
         self._num_ended += 1
-        if self._num_ended >= FAILURES * self._size.num_actors:
+        if self._num_ended >= FAILURES * self._num_actors:
             raise NanoinferError(f"the actors ended {self._num_ended} times without a record: {_cause(error)}")
 
     def close(self) -> None:

@@ -55,10 +55,6 @@ class WeightFormat:
     matrices: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
     """Formats of the matrices that have another one, by the names of `parameters.shapes`."""
 
-    def with_cache(self, cache_bytes: int) -> WeightFormat:
-        """Return the format with so many bytes for a value in the KV cache, without scales."""
-        return replace(self, cache_bytes=cache_bytes, cache_scale_bytes=0)
-
     def of(self, name: str) -> WeightFormat:
         """Return the format of a matrix."""
         return self.matrices.get(name, self)

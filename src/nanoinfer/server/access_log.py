@@ -79,7 +79,7 @@ def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:
 
 
 class LogRequests:
-    """ASGI middleware, the outermost: gives each request an id, and calls `record` at its end.
+    """ASGI middleware, the outermost: gives each request an id, and calls `records` at its end.
 
     An exception that comes this far is a response, too: uvicorn would answer with a text of its own.
 
@@ -88,11 +88,11 @@ class LogRequests:
 
     Args:
         app: the application.
-        record: gets the entry of the access log of each request.
+        records: get the entry of the access log of each request.
     """
 
-    def __init__(self, app: ASGIApp, record: Callable[[Mapping[str, Any]], None]) -> None:
-        self.app, self._record = app, record
+    def __init__(self, app: ASGIApp, *records: Callable[[Mapping[str, Any]], None]) -> None:
+        self.app, self._records = app, records
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give the request an id, pass it on, and record it."""
@@ -127,7 +127,8 @@ class LogRequests:
                 entry["prompt_tokens"], entry["completion_tokens"] = tokens
             if not response.is_complete:
                 entry["complete"] = False
-            self._record(entry)
+            for record in self._records:
+                record(entry)
 
 
 class OneLine(logging.Formatter):

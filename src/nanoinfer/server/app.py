@@ -85,12 +85,7 @@ def guarded(
     app = RequireKey(app, config.api_key)  # the innermost first
     app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
 
-    def record_all(entry: Mapping[str, Any]) -> None:
-        record(entry)
-        if access_log is not None:
-            access_log.write(entry)
-
-    return LogRequests(app, record_all)
+    return LogRequests(app, record, *(() if access_log is None else (access_log.write,)))
 
 
 def _route(service: Service, spec: RouteSpec) -> Route:

@@ -15,9 +15,9 @@ from nanoinfer.checkpoints.load import builtin_names
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.llm import LLM
-from nanoinfer.errors import NanoinferError, show
+from nanoinfer.errors import NanoinferError
 from nanoinfer.protocols import messages, output, responses
-from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, FieldError
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, unknown_model
 from nanoinfer.protocols.requests import GenerationRequest
 from nanoinfer.protocols.shared import Reply
 from nanoinfer.sampling_params import SamplingParams
@@ -69,12 +69,7 @@ class Service:
     def check_model(self, name: object) -> None:
         """Raise FieldError, which is a 404, for a model that is not served. None is the served one."""
         if name is not None and name not in self.names:
-            raise FieldError(
-                f"the model {show(name)} does not exist: this server has {', '.join(self.names)}",
-                "model",
-                404,
-                "model_not_found",
-            )
+            raise unknown_model(name, self.names)
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
         """Read the body of a request to generate. Raises as `requests.parse`, and for an unknown model."""

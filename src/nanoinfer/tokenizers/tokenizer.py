@@ -37,7 +37,7 @@ log = logging.getLogger("nanoinfer")
 
 LONG_TEXT = 2048  # characters that take more than a few milliseconds; a batch starts the library's own threads
 HUGE_TEXT = 1 << 17  # characters after which memory is released to the system: up to 200 bytes each
-CACHED_WORDS = 1000  # whose tokens the library keeps, for each thread: up to 10 KB each
+CACHED_WORDS = 1000  # whose tokens the library keeps, for each thread: up to 10 KB each; by default 100 MB in all
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
@@ -69,7 +69,8 @@ class GenericTokenizer:
     """Tokens that end each text of which an embedding is made. `encode` does not add them."""
 
     def __init__(self, core: tokenizers.Tokenizer, vocab: Mapping[str, int] | None = None) -> None:
-        _bound_cache(core)
+        if (resize := getattr(core.model, "_resize_cache", None)) is not None:  # BPE and Unigram have a cache
+            resize(CACHED_WORDS)
         self.core, vocab = core, vocab or core.get_vocab(with_added_tokens=True)
         self._longest, self.vocab_size = limits.longest_token(core, byte_alphabet(), vocab), _table_size(vocab)
         self.bos_token_id, self.suffix = around(core)
@@ -189,12 +190,6 @@ class CharTokenizer:
 
 Tokenizer = GenericTokenizer | CharTokenizer
 """Text to token ids and back."""
-
-
-def _bound_cache(core: tokenizers.Tokenizer) -> None:
-    """Bound the memory of the library's cache: by default 100 MB for each thread that tokenizes."""
-    if (resize := getattr(core.model, "_resize_cache", None)) is not None:  # BPE and Unigram have one
-        resize(CACHED_WORDS)
 
 
 def _table_size(vocab: Mapping[str, int]) -> int:
@@ -394,13 +389,11 @@ def around(core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...]]:
     return encoded.ids[0] if before == 1 else None, tuple(encoded.ids[len(mask) - after :])
 
 
-def prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
-    """Let prompts begin with a token. A tokenizer.json that is saved has the same."""
-    surround(core, (token, token_id), None)
+def surround(core: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None = None) -> None:
+    """Let prompts begin with a token and embeddings end with one, given as strings and ids; None: with none.
 
-
-def surround(core: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None) -> None:
-    """Let prompts begin with a token and embeddings end with one, given as strings and ids; None: with none."""
+    A tokenizer.json that is saved has the same.
+    """
     from tokenizers import processors
 
     named = {name: token for name, token in (("bos", first), ("eos", last)) if token is not None}

@@ -63,8 +63,6 @@ SHARED_GATE = "ffn_gate_inp_shexp.weight"
 _QUERY_NORM = "blk.0.attn_q_norm.weight"
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
-
-
 LATENT: dict[str, str | tuple[str, ...]] = {
     "attn.c_attn": ("attn_q", "attn_q_a", "attn_kv_a_mqa"),
     "attn.q_norm": "attn_q_a_norm",
@@ -205,12 +203,7 @@ def _qwen_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     return _qwen(m, shape) | _experts(m, shape) | {"norm_topk_prob": m.arch != "qwen2moe"}
 
 
-def _qwen35_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
-    m.only(m.key("expert_weights_norm"), True)
-    return hybrid.delta(m, shape) | _experts(m, shape)
-
-
-def _qwen3_next(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
+def _delta_moe(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     m.only(m.key("expert_weights_norm"), True)
     return hybrid.delta(m, shape) | _experts(m, shape) | {"norm_topk_prob": True}
 
@@ -399,11 +392,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", _qwen_moe, _SHARED),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe, (_WIDTH,)),
     "qwen35": _QWEN35,
-    "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_qwen35_moe, rows=(*_QWEN35.rows, *_SHARED)),
+    "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", further=_delta_moe, rows=(*_QWEN35.rows, *_SHARED)),
     "qwen3next": replace(
         _QWEN35,
         family="qwen3_next",
-        further=_qwen3_next,
+        further=_delta_moe,
         rows=(*_QWEN35.rows, *_SHARED),
         recurrent=hybrid.NEXT,
         tiled=False,

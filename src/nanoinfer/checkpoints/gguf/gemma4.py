@@ -36,8 +36,6 @@ SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_e
 """Names in a file with such a tensor, after `split`."""
 STILL = 1e30
 """Divisor of the frequencies of pairs that do not turn, as in llama.cpp."""
-
-
 ROWS = (
     Row("attention.shared_kv_layers", "num_kv_shared_layers", int, default=0, low=0),
     Row("attention.sliding_window", "sliding_window", int),

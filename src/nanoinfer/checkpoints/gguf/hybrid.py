@@ -64,28 +64,29 @@ CONVOLUTION_ROWS = (Row("shortconv.l_cache", "conv_L_cache", int),)
 
 def delta(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that a model with the gated delta rule has beside those of DELTA_ROWS."""
-    inner, heads, num_layers = m.int_("ssm.inner_size"), shape["linear_num_value_heads"], shape["num_hidden_layers"]
-    if inner % heads:
-        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    num_layers = shape["num_hidden_layers"]
     step, key = m.int_("full_attention_interval", 4), m.key("attention.recurrent_layers")
     given = m.get(key, [(i + 1) % step != 0 for i in range(num_layers)])  # with layers that predict further tokens
     if not isinstance(given, list) or len(given) < num_layers or not all(type(one) is bool for one in given):
         raise m.error(key, f"is not a list of {num_layers} booleans, one for each layer")
     types = ["linear_attention" if one else "full_attention" for one in given[:num_layers]]
-    return {"linear_value_head_dim": inner // heads, "layer_types": types}
+    return {"linear_value_head_dim": _head_dim(m, shape["linear_num_value_heads"]), "layer_types": types}
+
+
+def _head_dim(m: Metadata, heads: int) -> int:
+    """Return the number of values of each head of a state."""
+    if (inner := m.int_("ssm.inner_size")) % heads:
+        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    return inner // heads
 
 
 def mamba(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Mamba 2 layers beside those of MAMBA_ROWS; layers without keys are such layers."""
-    inner, heads, kinds = shape["mamba_d_ssm"], shape["mamba_n_heads"], _with_keys(m, shape["num_hidden_layers"])
-    if inner % heads:
-        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    kinds = _with_keys(m, shape["num_hidden_layers"])
     first = kinds.index(False) if False in kinds else 0
     return {
-        "mamba_d_head": inner // heads,
-        "mamba_expand": inner // shape["hidden_size"]
-        if inner % shape["hidden_size"] == 0
-        else inner / shape["hidden_size"],
+        "mamba_d_head": _head_dim(m, shape["mamba_n_heads"]),
+        "mamba_expand": shape["mamba_d_ssm"] / shape["hidden_size"],
         "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in m.tensors,
         "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in m.tensors,
         "layer_types": ["attention" if one else "mamba" for one in kinds],
@@ -100,13 +101,11 @@ def nemotron(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
         raise m.error(key, f"is not a list of {num_layers} numbers, one for each layer")
     kinds = zip(_with_keys(m, num_layers), widths, strict=True)
     pattern = "".join("*" if keys else "-" if width else "M" for keys, width in kinds)
-    first, inner, heads = pattern.find("M"), m.int_("ssm.inner_size"), shape["mamba_num_heads"]
-    if inner % heads:
-        raise m.error(m.key("ssm.inner_size"), f"is no multiple of the {heads} heads of {m.key('ssm.time_step_rank')}")
+    first = pattern.find("M")
     return {
         "hybrid_override_pattern": pattern,
         "layer_norm_epsilon": shape["rms_norm_eps"],
-        "mamba_head_dim": inner // heads,
+        "mamba_head_dim": _head_dim(m, shape["mamba_num_heads"]),
         "use_conv_bias": f"blk.{first}.ssm_conv1d.bias" in m.tensors,
         "use_bias": f"blk.{first}.ssm_in.bias" in m.tensors,
     }

@@ -19,23 +19,13 @@ from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.stored import StoredTensor
 from nanoinfer.utils.checks import plain, require_int
 
-_NOT_USED: dict[str, tuple[float, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_feed_forward_length": (0,),
-    "expert_weights_scale": (0, 1),
-    "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.sliding_window": (0,),
-    "attention.temperature_scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-}
+_ZERO = (
+    "expert_count expert_used_count expert_shared_count expert_shared_feed_forward_length leading_dense_block_count"
+    " nextn_predict_layers attention.clamp_kqv attention.max_alibi_bias attention.sliding_window"
+    " attention.temperature_scale attn_logit_softcapping final_logit_softcapping"
+).split()
+_ZERO_OR_ONE = ("expert_group_count", "expert_group_used_count", "expert_weights_scale")
+_NOT_USED: dict[str, tuple[float, ...]] = dict.fromkeys(_ZERO, (0,)) | dict.fromkeys(_ZERO_OR_ONE, (0, 1))
 """Key -> the values that have no effect, as if the key were missing."""
 _SAYS_NOTHING = re.compile(
     r"attention\.layer_norm(_rms)?_epsilon|rope\.(dimension_sections|freq_base_swa|scaling\.\w+)"
@@ -77,8 +67,9 @@ class Metadata(Fields):
             if isinstance(value, (str, list, np.ndarray)) and len(value) > _MAX_LENGTH:
                 raise NanoinferError(f"{show(key)} has more than {_MAX_LENGTH} values")
         read = {key: plain(value) for key, value in ours.items()}
-        idle = [f"{arch}.{name}" for name, values in _NOT_USED.items() if _is_one(read.get(f"{arch}.{name}"), values)]
-        super().__init__({key: value for key, value in read.items() if key not in idle})
+        idle = {f"{arch}.{name}": values for name, values in _NOT_USED.items()}
+        numbers = {key: value for key, value in read.items() if type(value) in (int, float)}
+        super().__init__({key: v for key, v in read.items() if key not in numbers or v not in idle.get(key, ())})
         self.arch, self.tensors = arch, tensors
 
     def key(self, name: str) -> str:
@@ -150,10 +141,6 @@ class Metadata(Fields):
             return "attention.sliding_window" not in self or (isinstance(value, list) and not any(value))
         without_experts = "expert_count" not in self and _OF_EXPERTS.fullmatch(name)
         return bool(without_experts or _SAYS_NOTHING.fullmatch(name))
-
-
-def _is_one(value: object, numbers: tuple[float, ...]) -> bool:
-    return type(value) in (int, float) and value in numbers
 
 
 def scaling(m: Metadata) -> dict[str, Any] | None:

@@ -60,8 +60,6 @@ _NEXT = {
 _EACH_EXPERT = {f"mlp.experts.c_{ours}": f"ffn_{theirs}.{{}}" for ours, theirs in
                 (("gate", "gate"), ("fc", "up"), ("proj", "down"))}  # fmt: skip
 """Names in files of 2023 and early 2024."""
-
-
 _NEXT_ORDER = partial(key_heads_apart, stored_apart=True)
 
 

@@ -78,8 +78,6 @@ def _cases(end: str, numbers: str, symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
 
 
 _O200K = _cases(f"{_SHORT}?", r"\p{N}{1,3}")
-
-
 _KIMI_K2 = r"\p{Han}+|" + _cases(f"{_SHORT}?", r"\p{N}{1,3}", _SYMBOLS, but=r"&&[^\p{Han}]")
 
 _ROWS = (

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -119,10 +118,8 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
         first = last = None
-        if vocabulary.flag("add_bos_token", add_bos) or "gemma4" in (
-            kind,
-            pre,
-        ):  # the key is false in files of Gemma 4, by mistake
+        # The key is false in files of Gemma 4, by mistake.
+        if vocabulary.flag("add_bos_token", add_bos) or "gemma4" in (kind, pre):
             if bos is None:
                 raise NanoinferError(f"{PREFIX}add_bos_token is true, but there is no {PREFIX}bos_token_id")
             first = vocabulary.tokens[bos], bos
@@ -424,15 +421,9 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
     for i, added in core.get_added_tokens_decoder().items():
         if i < config.vocab_size:
             kinds[i] = CONTROL if added.special else USER_DEFINED
-    merges = [" ".join(merge) for merge in model["merges"]]
-    values: dict[str, Value] = {
-        "tokens": tokens,
-        "token_type": kinds,
-        "model": "gpt2",
-        "pre": _split_name(core, model),
-        "merges": merges,
-    }
-    values |= _special_ids(tokenizer, config, special_tokens, ids) | {"add_space_prefix": False}
+    values: dict[str, Value] = {"tokens": tokens, "token_type": kinds, "model": "gpt2", "add_space_prefix": False}
+    values |= {"pre": _split_name(core, model), "merges": [" ".join(merge) for merge in model["merges"]]}
+    values |= _special_ids(tokenizer, config, special_tokens, ids)
     metadata = {f"{PREFIX}{name}": value for name, value in values.items()}
     text = "".join(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else _TEXT
     if read_tokenizer(metadata, "the new file").encode(text) != tokenizer.encode(text):

@@ -121,13 +121,15 @@ class Family:
         without: tuple[str, ...] = (),
         **others: Any,
     ) -> Family:
-        """Return a family with the tables of this one, changed and extended by those here, and nothing else of it.
+        """Return a family with the tables of this one, changed and extended by those here.
+
+        Its other fields are this one's, too, but for those that list fields of config.json or single tensors.
 
         Args:
             model_type, architecture, fields, names, fixed: as those of `Family`.
             defaults: this one's fields of config.json -> the values that stand for missing ones.
             without: keys of this one's tables that the family does not have.
-            others: the remaining fields of `Family`.
+            others: further fields of `Family`.
         """
 
         def changed(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -135,8 +137,10 @@ class Family:
 
         ours = dict(self._table())
         changes = {theirs: (ours[theirs][0], value) for theirs, value in (defaults or {}).items()} | (fields or {})
-        tables = changed(self.fields, changes), changed(self.names, names), changed(self.fixed, fixed)
-        return Family(model_type, architecture, *tables, **others)
+        own: dict[str, Any] = {"fields": changed(self.fields, changes), "names": changed(self.names, names)}
+        own |= {"biased": (), "biases": {}, "only": {}, "harmless": (), "first_row": {}, "transposed": frozenset()}
+        own |= {"fixed": changed(self.fixed, fixed)} | others
+        return replace(self, model_type=model_type, architecture=architecture, **own)
 
     def read(self, f: Fields) -> ModelConfig:
         """Return the config for the fields of a config.json, without special tokens.

@@ -71,6 +71,16 @@ def everywhere(f: Fields, fields: dict[str, Any], count: int, chosen: int, **opt
     return with_experts(fields, Experts(num_experts(f, count), chosen, width, **options))
 
 
+def beside_shared(
+    f: Fields, count: int, chosen: int, width: int = 512, shared_width: int = 512, *, normalize: bool
+) -> Experts:
+    """Return the experts of a model in which a gate weighs a shared one, as in Qwen2-MoE; the numbers are defaults."""
+    shared_width = f.integer("shared_expert_intermediate_size", shared_width)
+    count, chosen = num_experts(f, count), f.get("num_experts_per_tok", chosen)
+    width = f.get("moe_intermediate_size", width)
+    return Experts(count, chosen, width, normalize, shared_width=shared_width, shared_gate=True)
+
+
 def sparse_layers(f: Fields) -> Callable[[int], bool]:
     """Return whether a layer has experts, by the fields of Qwen2-MoE and Qwen3-MoE."""
     step, without = f.integer("decoder_sparse_step", 1), f.get("mlp_only_layers")

@@ -135,7 +135,6 @@ GPTJ = GPT2.derive(
     harmless=(*_HARMLESS, "rotary", "scale_attn_weights"),
     read_layers=_read_gptj,
     write_layers=_write_gptj,
-    layer=GPT2.layer,
     order=interleaved,
 )
 """GPT-J: attention and MLP in parallel after one layer norm, adjacent dimensions rotated, a bias of the head."""

@@ -38,10 +38,8 @@ GRANITE = LLAMA.derive(
 
 def _read_minicpm(f: Fields, config: ModelConfig) -> dict[str, Any]:
     """Return the layers, and the factors of residuals and logits, which MiniCPM derives from its sizes."""
-    residual, final = (
-        f.number("scale_depth", 1.0) / config.n_layer**0.5,
-        f.number("dim_model_base", 1.0) / config.n_embd,
-    )
+    residual = f.number("scale_depth", 1.0) / config.n_layer**0.5
+    final = f.number("dim_model_base", 1.0) / config.n_embd
     return rotated(f, config) | {"residual_scale": residual, "final_scale": final}
 
 
@@ -69,7 +67,6 @@ The class is not in transformers, but beside the published weights."""
 
 _PARTS = experts.parts("block_sparse_moe.experts", "gate", "up", "down")  # of these the stored tensors are made
 _ROUTER = "block_sparse_moe.router.layer"
-
 
 GRANITEMOE = GRANITE.derive(
     "granitemoe",

@@ -107,20 +107,8 @@ QWEN3_5 = LLAMA.derive(
 """Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
 
 
-def _mixture(f: Fields, count: int, chosen: int, normalize: bool) -> Experts:
-    """Return the experts; count, chosen: defaults of their number, and of those of a token."""
-    return Experts(
-        experts.num_experts(f, count),
-        f.get("num_experts_per_tok", chosen),
-        f.get("moe_intermediate_size", 512),
-        normalize,
-        shared_width=f.integer("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
-
-
 def _read_qwen3_5_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    return experts.with_experts(_read_qwen3_5(f, config), _mixture(f, 256, 8, normalize=True))
+    return experts.with_experts(_read_qwen3_5(f, config), experts.beside_shared(f, 256, 8, normalize=True))
 
 
 def _write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
@@ -140,12 +128,7 @@ QWEN3_5_MOE = QWEN3_5.derive(
     harmless=(*QWEN3_5.harmless, *experts.HARMLESS),
     read_layers=_read_qwen3_5_moe,
     write_layers=_write_qwen3_5_moe,
-    recurrent=_IN_PROJ,
-    order=_gate_last,
     fused=experts.STACKED,
-    from_stored=without_drafts,
-    mtp=_MTP,
-    written=False,
 )
 """Qwen3.5 with a mixture of experts in every layer."""
 
@@ -168,7 +151,7 @@ def key_heads_apart(config: ModelConfig, part: str, stored_apart: bool = False) 
 
 
 def _read_qwen3_next(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    mixture = _mixture(f, 512, 10, f.flag("norm_topk_prob", True))
+    mixture = experts.beside_shared(f, 512, 10, normalize=f.flag("norm_topk_prob", True))
     return experts.with_experts(_read_qwen3_5(f, config), mixture, experts.sparse_layers(f))
 
 
@@ -188,11 +171,6 @@ QWEN3_NEXT = QWEN3_5_MOE.derive(
     write_layers=_write_qwen3_next,
     recurrent={**_IN_PROJ, "attn.c_attn": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
     recurrent_order=key_heads_apart,
-    order=_gate_last,
-    fused=experts.STACKED,
-    from_stored=QWEN3_5_MOE.from_stored,
-    mtp=_MTP,
-    written=False,
 )
 """Qwen3-Next: Qwen3.5 with experts, and with other defaults and joined projections."""
 
@@ -291,9 +269,7 @@ LFM2_MOE = LFM2.derive(
     harmless=(*LFM2.harmless, *experts.HARMLESS),
     read_layers=_read_lfm2_moe,
     write_layers=_write_lfm2_moe,
-    recurrent=LFM2.recurrent,
     fused=experts.stacked(_LFM2_PARTS, "feed_forward.experts"),
     from_stored=_with_corrections,
-    written=False,
 )
 """LFM2 with experts that are chosen by sigmoids plus a correction, but in the first layers."""

@@ -376,7 +376,6 @@ COHERE2 = COHERE.derive(
     harmless=("use_parallel_embedding",),
     read_layers=_read_cohere2,
     write_layers=_write_cohere2,
-    order=interleaved,
 )
 """Command R7B: Command R whose every fourth layer is global and has no positions."""
 

@@ -115,7 +115,6 @@ GRANITEMOEHYBRID = granite.GRANITEMOE.derive(
     recurrent=_names("mamba"),
     fused={**granite.GRANITEMOE.fused, "shared_mlp.input_linear": _SHARED},
     from_stored=without_drafts,
-    written=False,
 )
 """Granite 4: Granite with Mamba 2 in most layers (H) or none, without positions or with, and experts in some models."""
 

@@ -55,7 +55,6 @@ MINISTRAL3 = MISTRAL.derive(
     "Ministral3ForCausalLM",
     defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     read_layers=_read_ministral3,
-    write_layers=_write_layers,
 )
 """Ministral 3: Mistral with positions scaled by yarn, and queries that grow with the position."""
 
@@ -90,6 +89,5 @@ STARCODER2 = MISTRAL.derive(
     biases={"use_bias": (("qkv", "proj", "mlp"), True)},
     harmless=("residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon"),
     read_layers=partial(_read_layers, default=None),
-    write_layers=_write_layers,
 )
 """StarCoder2: layer norms, biases, rotary positions, an MLP without gate."""

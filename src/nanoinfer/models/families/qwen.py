@@ -35,8 +35,6 @@ QWEN3 = QWEN2.derive(
     defaults={"head_dim": 128},
     biases=ATTENTION_BIAS,
     only={"use_qk_norm": (True,)},
-    read_layers=_read_layers,
-    write_layers=window_fields,
 )
 """Qwen3 (dense): Llama with a norm of each head's queries and keys."""
 
@@ -47,14 +45,7 @@ def _read_qwen2_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
     if used:
         width = f.window("sliding_window", 4096)
     windows = f.windows(config.n_layer, width, lambda i: used and i % 2 == 0 and i < last)
-    mixture = Experts(
-        experts.num_experts(f, 60),
-        f.get("num_experts_per_tok", 4),
-        f.get("moe_intermediate_size", 1408),
-        f.flag("norm_topk_prob", False),
-        shared_width=f.integer("shared_expert_intermediate_size", 5632),
-        shared_gate=True,
-    )
+    mixture = experts.beside_shared(f, 60, 4, 1408, 5632, normalize=f.flag("norm_topk_prob", False))
     return experts.with_experts(rotated(f, config, windows), mixture, experts.sparse_layers(f))
 
 
