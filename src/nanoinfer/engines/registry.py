@@ -66,72 +66,42 @@ ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (  # the ladder: `auto` chooses the last one that fits
         EngineSpec(
-            "recompute",
-            "run the whole prefix for every token; the reference of all others",
-            "nanoinfer.engines.recompute:RecomputeEngine",
-            memory="none",
-            options=("enable_lora",),
+            "recompute", "run the whole prefix for every token; the reference of all others",
+            "nanoinfer.engines.recompute:RecomputeEngine", memory="none", options=("enable_lora",),
         ),
         EngineSpec(
-            "dynamic",
-            "keep keys and values, append to them by concatenation",
-            "nanoinfer.engines.dynamic:DynamicEngine",
-            options=("enable_lora",),
+            "dynamic", "keep keys and values, append to them by concatenation",
+            "nanoinfer.engines.dynamic:DynamicEngine", options=("enable_lora",),
         ),
         EngineSpec(
-            "static",
-            "allocate keys and values once, write in place",
-            "nanoinfer.engines.static:StaticEngine",
-            memory="slots",
-            options=("enable_lora",),
+            "static", "allocate keys and values once, write in place",
+            "nanoinfer.engines.static:StaticEngine", memory="slots", options=("enable_lora",),
+        ),
+        EngineSpec(  # not preferred: it gathers keys and values, which `static` reads in place
+            "paged", "keys and values in blocks of one pool; prefixes shared by reference",
+            "nanoinfer.engines.paged:PagedEngine", memory="blocks", options=("enable_lora",), preferred=False,
+        ),
+        EngineSpec(  # not preferred: the first step of each shape takes seconds to compile
+            "compiled", "torch.compile over static shapes", "nanoinfer.engines.compiled:CompiledEngine",
+            memory="padded slots", options=("graph_memory", "enable_lora"), preferred=False,
         ),
         EngineSpec(
-            "paged",
-            "keys and values in blocks of one pool; prefixes shared by reference",
-            "nanoinfer.engines.paged:PagedEngine",
-            memory="blocks",
-            options=("enable_lora",),
-            preferred=False,  # it gathers keys and values, which `static` reads in place
-        ),
-        EngineSpec(
-            "compiled",
-            "torch.compile over static shapes",
-            "nanoinfer.engines.compiled:CompiledEngine",
-            memory="padded slots",
-            options=("graph_memory", "enable_lora"),
-            preferred=False,  # the first step of each shape takes seconds to compile
-        ),
-        EngineSpec(
-            "cuda_graph",
-            "capture the step once, replay it; its inputs stay on the GPU",
-            "nanoinfer.engines.cuda_graph:CudaGraphEngine",
-            devices=("cuda",),
-            memory="padded slots",
+            "cuda_graph", "capture the step once, replay it; its inputs stay on the GPU",
+            "nanoinfer.engines.cuda_graph:CudaGraphEngine", devices=("cuda",), memory="padded slots",
             options=("graph_memory", "enable_lora"),
         ),
         EngineSpec(
-            "native",
-            "a C++ decoder that streams packed weights: 32, 16, 8 or 4 bits",
-            "nanoinfer.engines.native:NativeEngine",
-            devices=("cpu",),
-            quantizations=("int8", "int4"),
-            memory="padded blocks",
-            options=("quantization", "kv_cache_dtype", "threads", "enable_lora"),
-            native=True,
+            "native", "a C++ decoder that streams packed weights: 32, 16, 8 or 4 bits",
+            "nanoinfer.engines.native:NativeEngine", devices=("cpu",), quantizations=("int8", "int4"),
+            memory="padded blocks", options=("quantization", "kv_cache_dtype", "threads", "enable_lora"), native=True,
         ),
-        EngineSpec(
-            "triton",
-            "few fused GPU kernels a layer; weights in 32, 16, 8 or 4 bits",
-            "nanoinfer.engines.triton_engine:TritonEngine",
-            devices=("cuda",),
-            quantizations=("int8", "int4"),
-            memory="padded slots",
-            options=("quantization", "graph_memory"),
-            module="triton",
-            preferred=False,  # not measured yet
+        EngineSpec(  # not preferred: not measured yet
+            "triton", "few fused GPU kernels a layer; weights in 32, 16, 8 or 4 bits",
+            "nanoinfer.engines.triton_engine:TritonEngine", devices=("cuda",), quantizations=("int8", "int4"),
+            memory="padded slots", options=("quantization", "graph_memory"), module="triton", preferred=False,
         ),
     )
-}
+}  # fmt: skip
 
 
 def resolve(config: EngineConfig, device: str, dtype: str) -> EngineSpec:

@@ -281,15 +281,9 @@ TABLES: dict[str, dict[str, Field]] = {
 }
 """The fields of each route that are not fields of SamplingParams, or that have another type there."""
 REQUIRED: dict[str, list[str]] = {
-    COMPLETIONS: ["prompt"],
-    CHAT: ["messages"],
-    RESPONSES: ["input"],
-    MESSAGES: ["model", "messages", "max_tokens"],
-    COUNT_TOKENS: ["model", "messages"],
-    "/tokenize": [],
-    "/detokenize": ["tokens"],
-    EMBEDDINGS: ["input"],
-}
+    COMPLETIONS: ["prompt"], CHAT: ["messages"], RESPONSES: ["input"], MESSAGES: ["model", "messages", "max_tokens"],
+    COUNT_TOKENS: ["model", "messages"], "/tokenize": [], "/detokenize": ["tokens"], EMBEDDINGS: ["input"],
+}  # fmt: skip
 _INTEGERS = {name for name, (low, _) in RANGES.items() if isinstance(low, int)}
 """Fields of SamplingParams that are integers."""
 _TYPES: dict[str, tuple[type, str]] = {

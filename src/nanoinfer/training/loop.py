@@ -91,8 +91,8 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         for part in (train_texts, val_texts)
     )
     chars_per_token = sum(map(len, val_texts)) / len(val.tokens)
-    run = TrainRun(config, device, model.to(device), tokenizer_json, train, val, chars_per_token, digests=digests)
-    run.optimizer = make_optimizer(run)
+    optimizer = make_optimizer(model.to(device), config)
+    run = TrainRun(config, device, model, optimizer, tokenizer_json, train, val, chars_per_token, digests=digests)
     if target is not None:
         digests["target"] = digest_weights(target.gpt, target.gpt, torch.float32)
         check_digest(saved, "target", digests["target"], "another target")
@@ -171,10 +171,9 @@ def _start_from(config: TrainConfig) -> tuple[Transformer, tokenizers.Tokenizer,
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
-def make_optimizer(run: TrainRun) -> torch.optim.Optimizer:
-    """Return AdamW for a run's model, with weight decay for matrices and embeddings only."""
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
-    config = run.config
+def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW for a model, with weight decay for matrices and embeddings only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -199,7 +198,6 @@ def train(run: TrainRun, report: Callable[[TrainProgress], None]) -> float:
         report: called after every step.
     """
     config, model, optimizer = run.config, run.model, run.optimizer
-    assert optimizer is not None
     tokens_per_step = config.batch_size * config.block_size
     while run.step < config.max_steps:
         start = time.perf_counter()
@@ -254,13 +252,13 @@ class TrainRun:
     config: TrainConfig
     device: torch.device
     model: Transformer
+    optimizer: torch.optim.Optimizer
     tokenizer_json: str
     train: data.Batches | distill.TargetBatches
     val: data.Batches | distill.TargetBatches
     val_chars_per_token: float
     step: int = 0
     best_val_loss: float = math.inf
-    optimizer: torch.optim.Optimizer | None = None
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the data and, if there is one, of the target's weights. A resumed run must have the same digests."""
     saved_weights: str = ""
@@ -390,7 +388,6 @@ def restore(run: TrainRun, state: State) -> None:
         NanoinferError: the names, shapes, dtypes or values of the tensors do not fit the run, or the model in its
             folder is not the one that it wrote.
     """
-    assert run.optimizer is not None
     step, best = state.record["step"], state.record["best_val_loss"]
     if not (1 <= step <= run.config.max_steps and math.isfinite(best)):
         raise NanoinferError(f"{state.path} is not a training state: step={show(step)}, best_val_loss={best}")
@@ -468,14 +465,12 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def _parameters(run: TrainRun) -> list[torch.nn.Parameter]:
-    assert run.optimizer is not None
     return [p for group in run.optimizer.param_groups for p in group["params"]]
 
 
 def _tensors(run: TrainRun, fresh: bool = False) -> dict[str, Tensor]:
     """Return the tensors of model and Adam in a state. `fresh`: only their shapes, before Adam's first step."""
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in run.model.named_parameters()}
-    assert run.optimizer is not None
     for i, p in enumerate(_parameters(run)):
         moments = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p} if fresh else run.optimizer.state[p]
         tensors |= {f"optimizer.{i}.{key}": moments[key] for key in ("step", "exp_avg", "exp_avg_sq")}

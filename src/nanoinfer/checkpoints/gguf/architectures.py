@@ -31,29 +31,15 @@ log = logging.getLogger("nanoinfer")
 
 TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 LAYER: dict[str, str | tuple[str, ...]] = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": ("attn_q", "attn_k", "attn_v"),
-    "attn.sinks": "attn_sinks.weight",  # ours has no suffix
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "attn.c_proj": "attn_output",
-    "attn.sub_norm": "attn_sub_norm",
-    "mlp.sub_norm": "ffn_sub_norm",
-    "post_1": "post_attention_norm",
-    "ln_2": "ffn_norm",
-    "mlp.c_gate": "ffn_gate",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "post_2": "post_ffw_norm",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.c_gate": "ffn_gate_exps",
-    "mlp.experts.c_fc": "ffn_up_exps",
-    "mlp.experts.c_proj": "ffn_down_exps",
-    "mlp.shared.c_gate": "ffn_gate_shexp",
-    "mlp.shared.c_fc": "ffn_up_shexp",
-    "mlp.shared.c_proj": "ffn_down_shexp",
-    "mlp.shared_gate": "ffn_gate_inp_shexp",
-}
+    "ln_1": "attn_norm", "attn.c_attn": ("attn_q", "attn_k", "attn_v"), "attn.sinks": "attn_sinks.weight",
+    "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm", "attn.c_proj": "attn_output",
+    "attn.sub_norm": "attn_sub_norm", "mlp.sub_norm": "ffn_sub_norm", "post_1": "post_attention_norm",
+    "ln_2": "ffn_norm", "mlp.c_gate": "ffn_gate", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "post_2": "post_ffw_norm", "mlp.router": "ffn_gate_inp", "mlp.experts.c_gate": "ffn_gate_exps",
+    "mlp.experts.c_fc": "ffn_up_exps", "mlp.experts.c_proj": "ffn_down_exps", "mlp.shared.c_gate": "ffn_gate_shexp",
+    "mlp.shared.c_fc": "ffn_up_shexp", "mlp.shared.c_proj": "ffn_down_shexp", "mlp.shared_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+"""Our part of a layer -> llama.cpp's; with the suffix where ours has none."""
 STACKED = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight")
 """Endings of tensors with three dimensions, the experts first."""
 STACKED_BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias")
@@ -64,14 +50,9 @@ _QUERY_NORM = "blk.0.attn_q_norm.weight"
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the frequencies, of Llama 3's scaling."""
 LATENT: dict[str, str | tuple[str, ...]] = {
-    "attn.c_attn": ("attn_q", "attn_q_a", "attn_kv_a_mqa"),
-    "attn.q_norm": "attn_q_a_norm",
-    "attn.q_b": "attn_q_b",
-    "attn.kv_norm": "attn_kv_a_norm",
-    "attn.k_b": "attn_k_b",
-    "attn.v_b": "attn_v_b",
-    "mlp.correction": "exp_probs_b",
-}
+    "attn.c_attn": ("attn_q", "attn_q_a", "attn_kv_a_mqa"), "attn.q_norm": "attn_q_a_norm", "attn.q_b": "attn_q_b",
+    "attn.kv_norm": "attn_kv_a_norm", "attn.k_b": "attn_k_b", "attn.v_b": "attn_v_b", "mlp.correction": "exp_probs_b",
+}  # fmt: skip
 OF_HEADS = ("attn_k_b.weight", "attn_v_b.weight")
 """Endings of tensors with three dimensions, the heads first."""
 JOINED_HEADS = "attn_kv_b"

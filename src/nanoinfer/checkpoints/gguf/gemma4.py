@@ -13,23 +13,13 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.stored import StoredTensor, contiguous
 
 NAMES: dict[str, str | tuple[str, ...]] = {
-    "per_layer.wte": "per_layer_token_embd",
-    "per_layer.c_in": "per_layer_model_proj",
-    "per_layer.norm": "per_layer_proj_norm",
-    "after.c_gate": "inp_gate",
-    "after.c_proj": "proj",
-    "after.post": "post_norm",
-    "after.scale": "layer_output_scale.weight",  # ours has no suffix
-    "mlp.router_scale": "ffn_gate_inp.scale",
-    "mlp.expert_scale": "ffn_down_exps.scale",
-    "mlp.ln_1": "ffn_norm",
-    "mlp.post_1": "post_ffw_norm_1",
-    "mlp.ln_2": "pre_ffw_norm_2",
-    "mlp.post_2": "post_ffw_norm_2",
-    "mlp.shared.c_gate": "ffn_gate",
-    "mlp.shared.c_fc": "ffn_up",
-    "mlp.shared.c_proj": "ffn_down",
-}
+    "per_layer.wte": "per_layer_token_embd", "per_layer.c_in": "per_layer_model_proj",
+    "per_layer.norm": "per_layer_proj_norm", "after.c_gate": "inp_gate", "after.c_proj": "proj",
+    "after.post": "post_norm", "after.scale": "layer_output_scale.weight", "mlp.router_scale": "ffn_gate_inp.scale",
+    "mlp.expert_scale": "ffn_down_exps.scale", "mlp.ln_1": "ffn_norm", "mlp.post_1": "post_ffw_norm_1",
+    "mlp.ln_2": "pre_ffw_norm_2", "mlp.post_2": "post_ffw_norm_2", "mlp.shared.c_gate": "ffn_gate",
+    "mlp.shared.c_fc": "ffn_up", "mlp.shared.c_proj": "ffn_down",
+}  # fmt: skip
 JOINED = ("ffn_gate_up_exps.weight", "ffn_gate_up_exps.bias")
 """Endings of tensors that have the gate of each expert, and its first matrix below."""
 SPLIT = {"mlp.experts.c_gate": "ffn_gate_exps.{}", "mlp.experts.c_fc": "ffn_up_exps.{}"}

@@ -20,12 +20,9 @@ CONVOLUTION: dict[str, str | tuple[str, ...]] = {
     "attn.c_attn": "shortconv.in_proj", "attn.c_proj": "shortconv.out_proj", "attn.conv": "shortconv.conv.weight",
 }  # fmt: skip
 _STATE: dict[str, str | tuple[str, ...]] = {
-    "attn.c_proj": "ssm_out",
-    "attn.conv": "ssm_conv1d.weight",
-    "attn.a_log": "ssm_a",
-    "attn.dt_bias": "ssm_dt.bias",
+    "attn.c_proj": "ssm_out", "attn.conv": "ssm_conv1d.weight", "attn.a_log": "ssm_a", "attn.dt_bias": "ssm_dt.bias",
     "attn.norm_scale": "ssm_norm.weight",
-}
+}  # fmt: skip
 MAMBA: dict[str, str | tuple[str, ...]] = _STATE | {
     "attn.c_attn": "ssm_in", "attn.conv_bias": "ssm_conv1d.bias", "attn.skip_scale": "ssm_d",
 }  # fmt: skip

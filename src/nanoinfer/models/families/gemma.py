@@ -14,16 +14,13 @@ GEMMA = LLAMA.derive(
     "gemma",
     "GemmaForCausalLM",
     defaults={
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
+        "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     },
     fixed={"norm_weight": "one_plus"},
     biases=ATTENTION_BIAS,
     only={"use_bidirectional_attention": (False, None), "hidden_activation": (None, "gelu_pytorch_tanh")},
     read_layers=lambda f, config: rotated(f, config) | {"embedding_scale": config.n_embd**0.5},
-)
+)  # fmt: skip
 """Gemma: weights of norms added to 1, a scaled embedding, a gated MLP with GELU."""
 
 

@@ -23,14 +23,9 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     {
-        "vocab_size": ("vocab_size", 50257),
-        "n_positions": ("block_size", 1024),
-        "n_embd": ("n_embd", 768),
-        "n_layer": ("n_layer", 12),
-        "n_head": ("n_head", 12),
-        "n_inner": ("n_inner", None),
-        "activation_function": ("activation", "gelu_new"),
-        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+        "vocab_size": ("vocab_size", 50257), "n_positions": ("block_size", 1024), "n_embd": ("n_embd", 768),
+        "n_layer": ("n_layer", 12), "n_head": ("n_head", 12), "n_inner": ("n_inner", None),
+        "activation_function": ("activation", "gelu_new"), "layer_norm_epsilon": ("norm_epsilon", 1e-5),
         "tie_word_embeddings": ("tie_word_embeddings", True),
     },
     {"lm_head": "lm_head"}
@@ -39,18 +34,15 @@ GPT2 = Family(
     {},
     biased=BIASES,
     only={
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False,),
-        "add_cross_attention": (False,),
-        "pruned_heads": ({}, None),
+        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,), "pruned_heads": ({}, None),
     },
     harmless=_HARMLESS,
     read_layers=lambda f, config: {},
     write_layers=lambda config: {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_ctx": config.block_size},
     layer="transformer.h.{}.",
     transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
-)
+)  # fmt: skip
 """GPT-2. Matrices are stored as (in, out)."""
 
 
@@ -63,26 +55,16 @@ OPT = Family(
     "opt",
     "OPTForCausalLM",
     {
-        "vocab_size": ("vocab_size", 50272),
-        "max_position_embeddings": ("block_size", 2048),
-        "hidden_size": ("n_embd", 768),
-        "num_hidden_layers": ("n_layer", 12),
-        "num_attention_heads": ("n_head", 12),
-        "ffn_dim": ("n_inner", 3072),
-        "activation_function": ("activation", "relu"),
+        "vocab_size": ("vocab_size", 50272), "max_position_embeddings": ("block_size", 2048),
+        "hidden_size": ("n_embd", 768), "num_hidden_layers": ("n_layer", 12), "num_attention_heads": ("n_head", 12),
+        "ffn_dim": ("n_inner", 3072), "activation_function": ("activation", "relu"),
         "tie_word_embeddings": ("tie_word_embeddings", True),
     },
     {
-        "wte": "model.decoder.embed_tokens",
-        "wpe": "model.decoder.embed_positions",
-        "ln_f": "model.decoder.final_layer_norm",
-        "lm_head": "lm_head",
-        "ln_1": "self_attn_layer_norm",
+        "wte": "model.decoder.embed_tokens", "wpe": "model.decoder.embed_positions",
+        "ln_f": "model.decoder.final_layer_norm", "lm_head": "lm_head", "ln_1": "self_attn_layer_norm",
         "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attn.c_proj": "self_attn.out_proj",
-        "ln_2": "final_layer_norm",
-        "mlp.c_fc": "fc1",
-        "mlp.c_proj": "fc2",
+        "attn.c_proj": "self_attn.out_proj", "ln_2": "final_layer_norm", "mlp.c_fc": "fc1", "mlp.c_proj": "fc2",
     },
     {},
     biased=("norm",),
@@ -97,7 +79,7 @@ OPT = Family(
     write_layers=lambda config: {"word_embed_proj_dim": config.n_embd},
     layer="model.decoder.layers.{}.",
     first_row={"wpe": 2},
-)
+)  # fmt: skip
 """OPT: GPT-2 with ReLU, whose table of positions begins at its third row."""
 
 
@@ -116,18 +98,12 @@ GPTJ = GPT2.derive(
     "gptj",
     "GPTJForCausalLM",
     names={
-        "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-        "attn.c_proj": "attn.out_proj",
-        "mlp.c_fc": "mlp.fc_in",
-        "mlp.c_proj": "mlp.fc_out",
+        "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.c_proj": "attn.out_proj",
+        "mlp.c_fc": "mlp.fc_in", "mlp.c_proj": "mlp.fc_out",
     },
     fixed={"learned_positions": False, "norm_placement": "shared", "parallel_residual": True, "head_bias": True},
     defaults={
-        "vocab_size": 50400,
-        "n_positions": 2048,
-        "n_embd": 4096,
-        "n_layer": 28,
-        "n_head": 16,
+        "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16,
         "tie_word_embeddings": False,
     },
     without=("wpe", "ln_2"),
@@ -136,7 +112,7 @@ GPTJ = GPT2.derive(
     read_layers=_read_gptj,
     write_layers=_write_gptj,
     order=interleaved,
-)
+)  # fmt: skip
 """GPT-J: attention and MLP in parallel after one layer norm, adjacent dimensions rotated, a bias of the head."""
 
 
@@ -157,9 +133,7 @@ GPT_NEO = OPT.derive(
     "gpt_neo",
     "GPTNeoForCausalLM",
     {
-        "num_layers": ("n_layer", 24),
-        "num_heads": ("n_head", 16),
-        "intermediate_size": ("n_inner", None),
+        "num_layers": ("n_layer", 24), "num_heads": ("n_head", 16), "intermediate_size": ("n_inner", None),
         "layer_norm_epsilon": ("norm_epsilon", 1e-5),
     },
     dict(GPT2.names) | INNER_ATTENTION,
@@ -171,7 +145,7 @@ GPT_NEO = OPT.derive(
     read_layers=_read_neo,
     write_layers=_write_neo,
     layer=GPT2.layer,
-)
+)  # fmt: skip
 """GPT-Neo and TinyStories: GPT-2 whose every second layer has a window, with scores that are not scaled."""
 
 
@@ -198,15 +172,9 @@ GPT_NEOX = LLAMA.derive(
     "GPTNeoXForCausalLM",
     {"layer_norm_eps": ("norm_epsilon", 1e-5), "use_parallel_residual": ("parallel_residual", True)},
     {
-        "wte": "gpt_neox.embed_in",
-        "ln_f": "gpt_neox.final_layer_norm",
-        "lm_head": "embed_out",
-        "ln_1": "input_layernorm",
-        "attn.c_attn": "attention.query_key_value",
-        "attn.c_proj": "attention.dense",
-        "ln_2": "post_attention_layernorm",
-        "mlp.c_fc": "mlp.dense_h_to_4h",
-        "mlp.c_proj": "mlp.dense_4h_to_h",
+        "wte": "gpt_neox.embed_in", "ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out",
+        "ln_1": "input_layernorm", "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense",
+        "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h",
     },
     defaults={"hidden_act": "gelu"},
     without=("num_key_value_heads", "head_dim", "rms_norm_eps", "mlp.c_gate", "norm", "gated_mlp"),
@@ -217,7 +185,7 @@ GPT_NEOX = LLAMA.derive(
     write_layers=_write_neox,
     layer="gpt_neox.layers.{}.",
     order=_order_neox,
-)
+)  # fmt: skip
 """GPT-NeoX and Pythia: rotary positions on a share of each head, attention and MLP in parallel.
 
 Queries, keys and values of one head are adjacent rows of one matrix."""

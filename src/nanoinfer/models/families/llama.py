@@ -255,12 +255,8 @@ PHI = LLAMA.derive(
     "PhiForCausalLM",
     {"layer_norm_eps": ("norm_epsilon", 1e-5)},
     {
-        "ln_f": "model.final_layernorm",
-        "attn.c_proj": "self_attn.dense",
-        "attn.q_norm": "self_attn.q_layernorm",
-        "attn.k_norm": "self_attn.k_layernorm",
-        "mlp.c_fc": "mlp.fc1",
-        "mlp.c_proj": "mlp.fc2",
+        "ln_f": "model.final_layernorm", "attn.c_proj": "self_attn.dense", "attn.q_norm": "self_attn.q_layernorm",
+        "attn.k_norm": "self_attn.k_layernorm", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
     },
     {"norm_placement": "shared", "parallel_residual": True, "head_bias": True},
     defaults={"hidden_act": "gelu_new"},
@@ -269,7 +265,7 @@ PHI = LLAMA.derive(
     harmless=("resid_pdrop", "embd_pdrop", "rotary_dim"),
     read_layers=_read_phi,
     write_layers=lambda config: partial_fields(config) | {"qk_layernorm": config.qk_norm == "head"},
-)
+)  # fmt: skip
 """Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one layer norm, biases everywhere, the head included.
 """
 
@@ -366,17 +362,14 @@ COHERE2 = COHERE.derive(
     {"head_dim": ("head_size", None)},
     biases=ATTENTION_BIAS,
     only={
-        "use_qk_norm": (False,),
-        "use_gated_activation": (True,),
-        "use_parallel_block": (True,),
-        "position_embedding_type": ("rope_gptj",),
-        "order_of_interleaved_layers": ("local_attn_first",),
+        "use_qk_norm": (False,), "use_gated_activation": (True,), "use_parallel_block": (True,),
+        "position_embedding_type": ("rope_gptj",), "order_of_interleaved_layers": ("local_attn_first",),
         "rotary_pct": (1.0,),
     },
     harmless=("use_parallel_embedding",),
     read_layers=_read_cohere2,
     write_layers=_write_cohere2,
-)
+)  # fmt: skip
 """Command R7B: Command R whose every fourth layer is global and has no positions."""
 
 _YARN = {
