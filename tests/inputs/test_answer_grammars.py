@@ -19,6 +19,9 @@ from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.outputs import ChatMessage
 from nanoinfer.structured.check_worker import byte_tokens
+from nanoinfer.structured.grammars import AnswerGrammar, Grammar
+from nanoinfer.structured.masks import OutputGrammar
+from nanoinfer.utils.workers import Workers
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -114,6 +117,39 @@ def test_required_calls_parse_and_match_random_schemas(name: str, with_special: 
         assert check(message, tools, ended) >= ended, text
         complete += ended
     assert complete >= 15
+
+
+@pytest.mark.parametrize("in_reasoning", [False, None, True])
+@pytest.mark.parametrize(("name", "with_special"), CASES)
+def test_masks_of_text_are_those_of_a_matcher_that_is_told_of_it(
+    name: str, with_special: bool, in_reasoning: bool | None
+) -> None:
+    f, special = FORMATS[name], special_of(name, with_special)
+    ids = {text: i for i, text in enumerate(special)}
+    made = to_grammar(f, SIMPLE, special_tokens=ids, in_reasoning=in_reasoning)
+    assert isinstance(made, AnswerGrammar)
+    V, num_settled = 256 + len(special), 0
+    for seed in range(12):
+        chance = random.Random(seed)
+        begin, rest = chance.choices("ab \n", k=seed % 3), chance.choices("abcde \n", k=5)
+        marker = [f.trigger, f.reasoning_end, f.reasoning_start, ""][seed % 4]
+        pieces = [*begin, *rest, *([marker] if marker in ids else marker), *rest, *chance.choices("abé<{", k=9)]
+        tokens = [i for piece in pieces for i in ([256 + ids[piece]] if piece in ids else piece.encode())]
+        told, other = (
+            OutputGrammar(Grammar(str(made.grammar), vocabulary(len(special)), V, 0, Workers("", 1), starts), [])
+            for starts in (None, made.marker_starts)
+        )
+        for token_id in tokens:
+            told.compute([])
+            if other.is_settled:
+                num_settled += 1
+            else:
+                other.compute([])
+            assert [mask.tolist() for mask in told.take()] == [mask.tolist() for mask in other.take()]
+            if not told.num_permitted([token_id]) or told.push(token_id):
+                break
+            other.push(token_id)
+    assert (num_settled > 0) == (made.marker_starts is not None)
 
 
 @pytest.mark.parametrize(("name", "with_special"), CASES)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import cast
 
 from nanoinfer.core.beam_search import BeamSearches
@@ -217,9 +219,7 @@ def propose(step: Step) -> None:
                     step.proposed.proposals.update(speculator.propose([w]).proposals)
     step.is_masked = any(w.sequence.grammar is not None for w in step.work)
     if step.is_masked:
-        from nanoinfer.structured import masks
-
-        masks.start(sampling_sequences(step.work), step.proposed, step.rule)
+        _masks().start(sampling_sequences(step.work), step.proposed, step.rule)
 
 
 def read_scores(step: Step, w: ScheduledSequence, reads: PromptReads, rows: Array) -> None:
@@ -240,12 +240,18 @@ def sample(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> l
     """
     if not step.is_masked:
         return _sample_isolated(step, sampler, logits, groups)
-    from nanoinfer.structured import masks
-
-    masked = masks.MaskedRows(logits, groups)
-    tokens = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
+    masked = _masks().MaskedRows(logits, groups)
+    tokens: list[list[Sampled]] = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
     step.faults |= masked.errors
     return tokens
+
+
+@cache
+def _masks() -> ModuleType:
+    """Return the module of masks. It is imported when it is needed, and not looked up in each step."""
+    from nanoinfer.structured import masks
+
+    return masks
 
 
 def _sample_isolated(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> list[list[Sampled]]:

@@ -23,6 +23,7 @@ import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,15 @@ _SETUP = {
     "limits": {"max_lexer_states": MAX_STATES, **LIMITS},
     "options": OPTIONS,
 }
+
+
+@dataclass(frozen=True)
+class AnswerGrammar(StructuredOutputsParams):
+    """The grammar of a chat's answer, whose text may be anything until a marker begins."""
+
+    marker_starts: str | None = None
+    """The characters that markers begin with; None: not known. Until one is written, the state of the grammar is the
+    same after any text but white space alone."""
 
 
 class Grammars:
@@ -152,7 +162,8 @@ class Grammars:
         if answer["error"] is not None:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
         num_bytes = answer["num_bytes"] or UNMEASURED_BYTES
-        grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers)
+        starts = params.marker_starts if isinstance(params, AnswerGrammar) else None
+        grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers, starts)
         with about(name):
             first_mask = grammar.lexer().first_mask
         if not first_mask[: self._model.vocab_size].any():
@@ -259,12 +270,20 @@ class Grammar:
         vocab_size: number of tokens that may be sampled.
         num_bytes: memory that it has when it is compiled.
         workers: a thread that computes masks.
+        marker_starts: see `AnswerGrammar`.
     """
 
     def __init__(
-        self, lark: str, table: llguidance.LLTokenizer, vocab_size: int, num_bytes: int, workers: Workers
+        self,
+        lark: str,
+        table: llguidance.LLTokenizer,
+        vocab_size: int,
+        num_bytes: int,
+        workers: Workers,
+        marker_starts: str | None = None,
     ) -> None:
-        self.vocab_size, self.workers = vocab_size, workers
+        self.vocab_size, self.workers, self.marker_starts = vocab_size, workers, marker_starts
+        self._texts: dict[int, str] = {}
         self.num_bytes = num_bytes + vocab_size + len(lark) + MAX_GROWTH
         """Memory that it may have, at most."""
         self._lark, self._table = lark, table
@@ -281,6 +300,15 @@ class Grammar:
                 self._lexer = None  # freed before the next one is made, if no output has it
                 self._lexer = self._compile()
             return self._lexer
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text if no marker begins in it; else, and for a part of a character, an empty one."""
+        if (known := self._texts.get(token_id)) is None:
+            raw = b"" if self._table.is_special_token(token_id) else self._table.decode_bytes([token_id])
+            text = raw.decode(errors="replace")
+            starts = {"\ufffd", *(self.marker_starts or "")}
+            known = self._texts[token_id] = text if starts.isdisjoint(text) else ""
+        return known
 
     def release(self) -> None:
         """Free the lexer as soon as no output uses it. If one needs it later, it is compiled again."""

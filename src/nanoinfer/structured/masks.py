@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Excluded = NDArray[Any]
 """The tokens that a mask excludes: their ids if they are few, else (vocab_size,) bool."""
-EXCLUDED = float("-inf")
+EXCLUDED = np.float32("-inf")  # not Python's: converting it takes most of the time of few assignments
 FEW = 8
 """The vocabulary's size over the most ids: more are slower than booleans."""
 AT_ONCE_SEC = 200e-6
@@ -67,6 +67,10 @@ class OutputGrammar:
         self._computed: threading.Event | None = None  # of masks that the thread computes
         self._last: tuple[NDArray[np.bool_] | None, Excluded | None] = None, None  # a mask, and what it excludes
         self._masks: list[Excluded] = []
+        self._in_text = grammar.marker_starts is not None  # no marker has begun
+        self._settles = False
+        self.is_settled = False
+        """Whether text is written, after which the mask is the last one. The matcher is not told of such text."""
         self._error: str | None = None
         self._sec = 0.0
 
@@ -81,6 +85,12 @@ class OutputGrammar:
         Raises:
             NanoinferError: the grammar does not permit the token, or a limit is exceeded.
         """
+        text = self._grammar.text(token_id) if self._in_text else ""
+        self._in_text, self.is_settled = bool(text), self.is_settled and bool(text)
+        if self.is_settled:
+            self._token_ids.append(token_id)
+            return False
+        self._settles = bool(text.strip())
 
         def consume(lexer: Lexer, matcher: llguidance.LLMatcher) -> bool:
             matcher.consume_token(token_id)
@@ -123,6 +133,7 @@ class OutputGrammar:
                     "no token of the model continues the output as the grammar asks: change the grammar"
                 )
             self._masks.append(first)
+            self.is_settled = self._settles
             if proposed:
                 self._compute_proposed(proposed)
         except Exception as e:
@@ -227,6 +238,8 @@ def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
                 del done.proposals[s]
             else:
                 done.proposals[s], proposed = cut, cut.token_ids
+        if grammar.is_settled and not proposed:
+            continue
         expected_sec += grammar.expected_sec
         work.append((grammar, proposed))
     if not work:
@@ -310,9 +323,10 @@ def _exclude(logits: Any, row: int, excluded: Excluded) -> None:
     if isinstance(logits, np.ndarray):
         if excluded.dtype == np.bool_:  # in half the time of an assignment
             np.copyto(logits[row], EXCLUDED, where=excluded)
-        else:
-            logits[row, excluded] = EXCLUDED
+        else:  # of one dimension: in half the time of two
+            values = logits[row]
+            values[excluded] = EXCLUDED
         return
     import torch
 
-    logits[row, torch.from_numpy(excluded).to(logits.device)] = EXCLUDED
+    logits[row, torch.from_numpy(excluded).to(logits.device)] = float(EXCLUDED)

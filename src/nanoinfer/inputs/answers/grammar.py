@@ -21,7 +21,7 @@ from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.lark import Arguments, Lark, ReleasedTools, regex
 from nanoinfer.inputs.messages import Tool
 from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
-from nanoinfer.structured.grammars import to_text
+from nanoinfer.structured.grammars import AnswerGrammar, to_text
 
 ANY = "/(?s:.*)/"
 SPACE = "/[ \\n]{1,4}/"
@@ -73,11 +73,20 @@ def to_grammar(
         sizes = builder.add_tools(named, parallel and choice in ("auto", "required"), released)
         text = builder.text(choice, answer, thinking_budget)
         if len(text) <= MAX_GRAMMAR_CHARS:
-            return StructuredOutputsParams(grammar=text)
+            free = calling and choice == "auto" and answer is None and thinking_budget is None
+            return AnswerGrammar(grammar=text, marker_starts=_marker_starts(format) if free else None)
         why = f"the grammar of all tools has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}"
         if not sizes:
             raise NanoinferError(f"tools: {why}: give fewer tools")
         released.add(named[max(sizes, key=lambda i: sizes[i])], why)
+
+
+def _marker_starts(f: AnswerFormat) -> str | None:
+    """Return the characters that markers in a text begin with; None: an answer cannot begin with text."""
+    if not f.trigger or f.has_headers:
+        return None
+    markers = [f.trigger, f.inner_trigger, f.reasoning_start, f.reasoning_end]
+    return "".join(sorted({text[0] for marker in markers for text in (marker, marker.strip()) if text}))
 
 
 class _Answer:
