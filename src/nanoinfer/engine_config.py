@@ -38,7 +38,7 @@ class EngineConfig:
     kv_cache_memory: int | None = bounded(None, 1)
     """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
     kv_cache_dtype: str = chosen("auto", ("auto", *CACHE_DTYPES))
-    """Dtype of keys and values on engine native: float32, bfloat16, int8 or int4."""
+    """Dtype of keys and values: float32, bfloat16 (engine native), int8 or int4 (engines in PyTorch: rounded to it)."""
     threads: int | None = bounded(None, 1, 1024)
     """CPU threads of engine native (default: the number of CPUs of this process)."""
     graph_memory: int | None = bounded(None, 0)

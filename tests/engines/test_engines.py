@@ -281,7 +281,7 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequence of 32 tokens"),
         ({"kv_cache_memory": 1000, "engine": "paged"}, r"too little for 1 sequence of 32 tokens \(8,192 bytes\)"),
         ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
-        ({"kv_cache_dtype": "int8", "engine": "static"}, "kv_cache_dtype='int8' is not supported"),
+        ({"kv_cache_dtype": "bfloat16", "engine": "static"}, "kv_cache_dtype='bfloat16' is not supported: use auto"),
         ({"threads": 0}, "threads=0"),
         ({"graph_memory": -1}, "graph_memory=-1"),
         ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),
@@ -597,9 +597,13 @@ def test_native_in_any_company_and_with_every_cache(cache: str, model: str) -> N
     together = to_numpy(engine.extend(StepBatch([first, second], [*ids[:17], *ids], [17, 40], [17, 40]))).copy()
     assert np.array_equal(together[:17], whole[:17])
     assert np.array_equal(together[17:], whole)
-    expected = gpt(torch.tensor([ids]))[0].numpy()
-    error = np.sqrt(np.mean((whole - expected) ** 2)) / expected.std()
-    assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.06, "int4": 0.7}[cache]
+    expected, others = gpt(torch.tensor([ids]))[0].numpy(), []
+    if cache in ("int8", "int4"):  # all engines in PyTorch round alike; a number between two codes may get either
+        engines = [make_engine(name, make_gpt(model), kv_cache_dtype=cache) for name in RUNGS if name != "native"]
+        expected, *others = (to_numpy(e.extend(StepBatch([e.open()], ids, [40], [40]))) for e in engines)
+    for logits in (whole, *others):
+        error = np.sqrt(np.mean((logits - expected) ** 2)) / expected.std()
+        assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.005, "int4": 0.06}[cache]
     assert engine._decoder.cache_bytes == engine._decoder.blocks_total * kv_block_bytes(gpt.config, cache)
 
 

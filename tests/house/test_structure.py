@@ -111,8 +111,8 @@ def test_the_scheduler_imports_the_interface_of_the_engines_alone() -> None:
 TORCH = {
     "bench/backends/transformers.py", "checkpoints/gpt_loading.py",
     "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
-    "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
-    "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
+    "engines/paged.py", "engines/recompute.py", "engines/rounded_cache.py", "engines/static.py",
+    "engines/static_shapes.py", "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py",
     "engines/triton_layers.py", "kernels/triton", "kv/slots.py",
     "models/adapters.py", "models/attention.py", "models/experts.py", "models/transformer.py",
     "models/layers.py",

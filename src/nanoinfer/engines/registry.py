@@ -16,7 +16,7 @@ from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine
 from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra, show
-from nanoinfer.kv.plan import plan_limits
+from nanoinfer.kv.plan import BYTES, plan_limits
 from nanoinfer.utils import processes
 from nanoinfer.utils.progress import ProgressBar
 
@@ -62,33 +62,34 @@ class EngineSpec:
         return None
 
 
+IN_PYTORCH = ("kv_cache_dtype", "enable_lora")
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
     for spec in (  # the ladder: `auto` chooses the last one that fits
         EngineSpec(
             "recompute", "run the whole prefix for every token; the reference of all others",
-            "nanoinfer.engines.recompute:RecomputeEngine", memory="none", options=("enable_lora",),
+            "nanoinfer.engines.recompute:RecomputeEngine", memory="none", options=IN_PYTORCH,
         ),
         EngineSpec(
             "dynamic", "keep keys and values, append to them by concatenation",
-            "nanoinfer.engines.dynamic:DynamicEngine", options=("enable_lora",),
+            "nanoinfer.engines.dynamic:DynamicEngine", options=IN_PYTORCH,
         ),
         EngineSpec(
             "static", "allocate keys and values once, write in place",
-            "nanoinfer.engines.static:StaticEngine", memory="slots", options=("enable_lora",),
+            "nanoinfer.engines.static:StaticEngine", memory="slots", options=IN_PYTORCH,
         ),
         EngineSpec(  # not preferred: it gathers keys and values, which `static` reads in place
             "paged", "keys and values in blocks of one pool; prefixes shared by reference",
-            "nanoinfer.engines.paged:PagedEngine", memory="blocks", options=("enable_lora",), preferred=False,
+            "nanoinfer.engines.paged:PagedEngine", memory="blocks", options=IN_PYTORCH, preferred=False,
         ),
         EngineSpec(  # not preferred: the first step of each shape takes seconds to compile
             "compiled", "torch.compile over static shapes", "nanoinfer.engines.compiled:CompiledEngine",
-            memory="padded slots", options=("graph_memory", "enable_lora"), preferred=False,
+            memory="padded slots", options=("graph_memory", *IN_PYTORCH), preferred=False,
         ),
         EngineSpec(
             "cuda_graph", "capture the step once, replay it; its inputs stay on the GPU",
             "nanoinfer.engines.cuda_graph:CudaGraphEngine", devices=("cuda",), memory="padded slots",
-            options=("graph_memory", "enable_lora"),
+            options=("graph_memory", *IN_PYTORCH),
         ),
         EngineSpec(
             "native", "a C++ decoder that streams packed weights: 32, 16, 8 or 4 bits",
@@ -150,6 +151,8 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) ->
     ):
         if value not in have:
             return f"{name}={value!r} is not supported: use one of {', '.join(map(str, have))}"
+    if not spec.native and (cache := config.kv_cache_dtype) in BYTES:
+        return f"kv_cache_dtype={cache!r} is not supported: use auto, the type of the weights, or int8 or int4"
     neutral_values = {"kv_cache_dtype": "auto", "threads": None, "graph_memory": None, "enable_lora": False}
     for name, neutral in neutral_values.items():
         has = name in spec.options and not (name == "graph_memory" and device == "cpu")  # no graphs there

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanoinfer.checkpoints.adapters import TARGETS, Adapter
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import DEFAULTS, Engine, StepBatch
+from nanoinfer.engines.rounded_cache import round_cache
 from nanoinfer.engines.states import StateTensors, StepStates
 from nanoinfer.models.adapters import AdaptedLinear, StepAdapters, adapt
 from nanoinfer.models.attention import KeyValues, attention_backends
@@ -43,6 +44,8 @@ class ModelEngine(Engine):
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         if self.states is not None:
             self._state_tensors = StateTensors(self.config, limits.num_states, self.device)
+        if config.kv_cache_dtype != "auto":
+            round_cache(model, config.kv_cache_dtype)
         lay_out(model)
         self._step_adapters = self._adapt(config) if config.enable_lora else StepAdapters()
 
