@@ -47,50 +47,21 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "AsyncOutputStream",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "Delta",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "LoRARequest",
-    "LoglikelihoodOutput",
-    "Logprob",
-    "NanoinferError",
-    "OutputStream",
-    "PerplexityOutput",
-    "PoolingParams",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "ResultError",
-    "SamplingParams",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "SpeculationMetrics",
-    "StructuredOutputsParams",
-    "TextStream",
-]
+    "LLM", "AsyncLLM", "AsyncOutputStream", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
+    "CompletionOutput", "Delta", "EmbeddingOutput", "EmbeddingRequestOutput", "LoRARequest", "LoglikelihoodOutput",
+    "Logprob", "NanoinferError", "OutputStream", "PerplexityOutput", "PoolingParams", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "ResultError", "SamplingParams", "ScoringOutput", "ScoringRequestOutput", "SpeculationMetrics",
+    "StructuredOutputsParams", "TextStream",
+]  # fmt: skip
 
-_MODULES = {
-    "AsyncLLM": "entrypoints.async_llm",
-    "AsyncOutputStream": "entrypoints.async_streams",
-    "LLM": "entrypoints.llm",
-    "LoRARequest": "sampling_params",
-    "BeamSearchParams": "sampling_params",
-    "NanoinferError": "errors",
-    "OutputStream": "entrypoints.streams",
-    "PoolingParams": "sampling_params",
-    "RequestOutputKind": "sampling_params",
+_PARAMS = (
+    "BeamSearchParams", "LoRARequest", "PoolingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"
+)  # fmt: skip
+_MODULES = dict.fromkeys(_PARAMS, "sampling_params") | {
+    "AsyncLLM": "entrypoints.async_llm", "AsyncOutputStream": "entrypoints.async_streams", "LLM": "entrypoints.llm",
+    "OutputStream": "entrypoints.streams", "TextStream": "entrypoints.streams", "NanoinferError": "errors",
     "ResultError": "errors",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputsParams": "sampling_params",
-    "TextStream": "entrypoints.streams",
-}
+}  # fmt: skip
 """Name -> the module to import it from; the names that are not here are in `outputs`."""
 
 

@@ -137,14 +137,10 @@ def _open_gguf(name: str, path: Path, dtype: str, seed: int) -> _Opened:
 
     weights, metadata = gguf.open_file(path, dtype)
     loaded = LoadedModel(
-        name,
-        weights.config,
-        weights=weights,
-        chat_template=gguf_tokenizer.chat_template(metadata),
+        name, weights.config, weights=weights, chat_template=gguf_tokenizer.chat_template(metadata),
         tool_template=gguf_tokenizer.chat_template(metadata, gguf_tokenizer.TOOL_TEMPLATE),
-        special_tokens=gguf_tokenizer.special_tokens(metadata),
-        pooling=pooling.of_gguf(metadata),
-    )
+        special_tokens=gguf_tokenizer.special_tokens(metadata), pooling=pooling.of_gguf(metadata),
+    )  # fmt: skip
     return loaded, lambda: gguf_tokenizer.read_tokenizer(metadata, escaped(path))
 
 

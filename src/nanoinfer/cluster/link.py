@@ -180,17 +180,10 @@ def _encoded(headers: Sequence[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
 def _scope(head: dict[str, Any]) -> Scope:
     """Return the scope of a request from `head_of`."""
     return {
-        **head,
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": None,
-        "root_path": "",
-        "raw_path": head["path"].encode(),
-        "query_string": head["query_string"].encode("latin-1"),
-        "headers": _encoded(head["headers"]),
-    }
+        **head, "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "scheme": "http", "server": None, "root_path": "", "raw_path": head["path"].encode(),
+        "query_string": head["query_string"].encode("latin-1"), "headers": _encoded(head["headers"]),
+    }  # fmt: skip
 
 
 BLOCK_CHARS = 64  # about as many as 16 tokens have, a block of the KV cache

@@ -125,16 +125,10 @@ def assemble(
         request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(
-        request.request_id if request_id is None else request_id,
-        request.prompt,
-        request.prompt_token_ids,
-        outputs,
-        request.seed,
-        request.num_dropped_tokens,
-        _metrics(request, lengths, stats, now),
-        request.prompt_logprobs,
+        request.request_id if request_id is None else request_id, request.prompt, request.prompt_token_ids, outputs,
+        request.seed, request.num_dropped_tokens, _metrics(request, lengths, stats, now), request.prompt_logprobs,
         request.num_cached_tokens,
-    )
+    )  # fmt: skip
 
 
 def _returned(request: Request) -> list[Sequence]:

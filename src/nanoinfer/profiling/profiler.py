@@ -276,24 +276,15 @@ def profile(
     operators = _operators(events, run.seconds, on_cpu)
     calls = {part: 0 if part == sp.HOST else spans.calls[part] for part in sp.PARTS}
     return Profile(
-        model=llm.model_name,
-        engine=llm.engine_name,
-        device=llm.device,
-        dtype=llm.model.weight_format,
-        decode_only=decode_only,
-        num_steps=spans.calls[sp.ENGINE],
-        num_tokens=run.num_tokens,
-        token_ids=run.token_ids,
-        wall_sec=wall_sec,
-        profiled_sec=run.seconds,
-        parts=[ProfileRow(p, calls[p], seconds[p], 100 * seconds[p] / wall_sec) for p in sp.PARTS],
-        operators=operators,
+        model=llm.model_name, engine=llm.engine_name, device=llm.device, dtype=llm.model.weight_format,
+        decode_only=decode_only, num_steps=spans.calls[sp.ENGINE], num_tokens=run.num_tokens, token_ids=run.token_ids,
+        wall_sec=wall_sec, profiled_sec=run.seconds,
+        parts=[ProfileRow(p, calls[p], seconds[p], 100 * seconds[p] / wall_sec) for p in sp.PARTS], operators=operators,
         operator_calls_per_token=sum(row.calls for row in operators) / run.num_tokens,
         kernel_launches_per_token=None if on_cpu else sum(map(is_launch, events)) / run.num_tokens,
         launches=None if on_cpu else count(events, spans.calls[sp.ENGINE], llm.config.n_layer),
-        tells_apart=sp.tells_apart(spans, llm.config),
-        waited_sec=plain.waited_sec,
-    )
+        tells_apart=sp.tells_apart(spans, llm.config), waited_sec=plain.waited_sec,
+    )  # fmt: skip
 
 
 def _operators(events: list[Any], wall_sec: float, on_cpu: bool) -> list[ProfileRow]:

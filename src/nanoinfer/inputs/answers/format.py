@@ -114,24 +114,14 @@ def markers(*pieces: str) -> set[str]:
 
 
 JSON_IN_MARKERS = AnswerFormat(
-    reasoning_start="<think>",
-    reasoning_end="</think>",
-    trigger="<tool_call>",
-    before_name='<tool_call>\n{"name": "',
-    after_name='", "arguments": ',
-    after_arguments="}\n</tool_call>",
-    separator="\n",
-)
+    reasoning_start="<think>", reasoning_end="</think>", trigger="<tool_call>", before_name='<tool_call>\n{"name": "',
+    after_name='", "arguments": ', after_arguments="}\n</tool_call>", separator="\n",
+)  # fmt: skip
 """The last resort, for models whose own format cannot be found."""
 JSON_IN_LIST = AnswerFormat(
-    trigger="<|tool_call|>",
-    calls_start="<|tool_call|>[",
-    before_name='{"name": "',
-    after_name='", "arguments": ',
-    after_arguments="}",
-    separator=", ",
-    calls_end="]",
-)
+    trigger="<|tool_call|>", calls_start="<|tool_call|>[", before_name='{"name": "', after_name='", "arguments": ',
+    after_arguments="}", separator=", ", calls_end="]",
+)  # fmt: skip
 """Granite 3's, whose templates describe it in words only; Phi-4-mini's has an end marker."""
 HARMONY = AnswerFormat(
     reasoning_start="<|channel|>analysis<|message|>",

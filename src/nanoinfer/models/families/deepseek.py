@@ -29,16 +29,11 @@ HARMLESS = (
 _KV, _KEYS, _VALUES = (f"self_attn.kv_b_proj{end}" for end in ("", ".keys", ".values"))
 _CORRECTION = "mlp.gate.e_score_correction"
 NAMES: dict[str, str | tuple[str, ...]] = {
-    **experts.NAMES,
-    **experts.shared("mlp.shared_experts"),
+    **experts.NAMES, **experts.shared("mlp.shared_experts"),
     "attn.c_attn": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-    "attn.q_norm": "self_attn.q_a_layernorm",
-    "attn.q_b": "self_attn.q_b_proj",
-    "attn.kv_norm": "self_attn.kv_a_layernorm",
-    "attn.k_b": _KEYS,
-    "attn.v_b": _VALUES,
-    "mlp.correction": _CORRECTION,
-}
+    "attn.q_norm": "self_attn.q_a_layernorm", "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_norm": "self_attn.kv_a_layernorm", "attn.k_b": _KEYS, "attn.v_b": _VALUES, "mlp.correction": _CORRECTION,
+}  # fmt: skip
 _SIZES = {
     "kv_lora_rank": ("rank", 512),
     "qk_rope_head_dim": ("rotary_dim", 64),
@@ -206,19 +201,10 @@ DEEPSEEK_V2 = LLAMA.derive(
 
 def _read_v3(f: Fields, config: ModelConfig) -> dict[str, Any]:
     mixture = mixture_of(
-        f,
-        count=256,
-        chosen=8,
-        width=2048,
-        shared=1,
-        normalize=f.flag("norm_topk_prob", True),
-        scale=f.number("routed_scaling_factor", 2.5),
-        scoring="sigmoid",
-        correction=True,
-        groups=f.integer("n_group", 8),
-        groups_per_token=f.integer("topk_group", 4),
-        group_top=2,
-    )
+        f, count=256, chosen=8, width=2048, shared=1, normalize=f.flag("norm_topk_prob", True),
+        scale=f.number("routed_scaling_factor", 2.5), scoring="sigmoid", correction=True,
+        groups=f.integer("n_group", 8), groups_per_token=f.integer("topk_group", 4), group_top=2,
+    )  # fmt: skip
     first = f.integer("first_k_dense_replace", 3, 0)
     if (types := f.get("mlp_layer_types")) is not None:  # of glm4_moe_lite
         first = types.count("dense") if isinstance(types, list) else -1

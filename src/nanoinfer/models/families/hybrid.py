@@ -231,14 +231,10 @@ LFM2 = LLAMA.derive(
 
 def _read_lfm2_moe(f: Fields, config: ModelConfig) -> dict[str, Any]:
     mixture = Experts(
-        experts.num_experts(f, 32),
-        f.get("num_experts_per_tok", 4),
-        f.get("moe_intermediate_size", 1792),
-        normalize=f.flag("norm_topk_prob", True),
-        scale=f.number("routed_scaling_factor", 1.0),
-        scoring="sigmoid",
+        experts.num_experts(f, 32), f.get("num_experts_per_tok", 4), f.get("moe_intermediate_size", 1792),
+        normalize=f.flag("norm_topk_prob", True), scale=f.number("routed_scaling_factor", 1.0), scoring="sigmoid",
         correction=f.flag("use_expert_bias", True),
-    )
+    )  # fmt: skip
     dense = f.integer("num_dense_layers", 2, 0)
     return experts.with_experts(_read_convolutions(f, config), mixture, lambda i: i >= dense)
 
