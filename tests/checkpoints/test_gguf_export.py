@@ -39,40 +39,17 @@ EXTRA = {
     "cohere-plain": ("CohereConfig", {"logit_scale": 0.5}),
     "granite-plain": ("GraniteConfig", GRANITE | {"attention_bias": False, "mlp_bias": False}),
 }  # fmt: skip
+NO_ARCHITECTURE = (
+    "nanochat nanochat-all-heads phi3 phi3-short phi3-long ministral ministral-layers glm glm4 helium mixtral"
+    " deepseek_v2 gptj bitnet bitnet-one-head exaone minicpm minicpm-long granitemoehybrid gpt_neo opt opt-untied"
+)
 REFUSED = {
-    "gemma3": "attention_scale=0.0625",
-    "gemma3-scaled": "layers=",
-    "smollm3-windows": "smollm3.attention.sliding_window=9",
-    "llama3": "rope_freqs.weight",
-    "nanochat": "family nanochat",
-    "nanochat-all-heads": "family nanochat",
-    "starcoder2-window": "starcoder2.attention.sliding_window=6",
-    "llama-dynamic": "layers=",
-    "llama-yarn": "layers=",
-    "gemma2": "attention_scale=",
-    "phi-norms": "16 tensors are not part of the model",
-    "phi3": "family phi3",
-    "phi3-short": "family phi3",
-    "phi3-long": "family phi3",
-    "ministral": "family ministral",
-    "ministral-layers": "family ministral",
-    "glm": "family glm",
-    "glm4": "family glm4",
-    "helium": "family helium",
-    "mixtral": "family mixtral",
-    "deepseek_v2": "family deepseek_v2",
-    "gemma4": "family gemma4_text",
-    "gptj": "family gptj",
-    "bitnet": "family bitnet",
-    "bitnet-one-head": "family bitnet",
-    "exaone": "family exaone",
-    "minicpm": "family minicpm",
-    "minicpm-long": "family minicpm",
-    "granitemoehybrid": "family granitemoehybrid",
-    "gpt_neo": "family gpt_neo",
-    "opt": "family opt",
-    "opt-untied": "family opt",
-}
+    "gemma3": "attention_scale=0.0625", "gemma3-scaled": "layers=", "gemma2": "attention_scale=",
+    "gemma4": "family gemma4_text", "smollm3-windows": "smollm3.attention.sliding_window=9",
+    "starcoder2-window": "starcoder2.attention.sliding_window=6", "llama3": "rope_freqs.weight",
+    "llama-dynamic": "layers=", "llama-yarn": "layers=", "phi-norms": "16 tensors are not part of the model",
+    **{case: f"family {case.partition('-')[0]}" for case in NO_ARCHITECTURE.split()},
+}  # fmt: skip
 UNWRITTEN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek", "gemma4", "gpt_oss")
 KEPT = [case for case in CASES if case not in (*REFUSED, *RECURRENT) and not case.startswith(UNWRITTEN)]
 

@@ -463,34 +463,12 @@ def test_tensors_that_should_not_be_there(case: str, name: str, message: str, ll
 
 
 ODD = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    3,
-    1.5,
-    2**31,
-    10**400,
-    float("nan"),
-    "x",
-    "",
-    [],
-    {},
-    [[1]],
-    [3, -1],
+    None, True, -1, 0, 1, 3, 1.5, 2**31, 10**400, float("nan"), "x", "", [], {}, [[1]], [3, -1],
     {"a": {"weights": {}}},
-]
+]  # fmt: skip
 DTYPES = [
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.int8,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.bool,
-]
+    torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.float32, torch.float8_e4m3fn, torch.bool,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gptq-3-bits", "packed-int4-zero-points", "compressed-mxfp4", "fp8-blocks"])

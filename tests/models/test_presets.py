@@ -14,22 +14,11 @@ from nanoinfer.roofline.formats import find_shape
 # Parameters that the models' pages on the Hub give, a tied head once. pythia-160m's page counts both embeddings, and
 # qwen3.5-0.8b's the vision tower and the block that predicts a further token.
 PARAMETERS = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-4b": 4_022_468_096,
-    "llama-3.2-1b": 1_235_814_400,
-    "gemma3-270m": 268_098_176,
-    "pythia-160m": 162_322_944,
-    "olmo2-1b": 1_484_916_736,
-    "qwen3.5-0.8b": 752_393_024,
-    "lfm2-1.2b": 1_170_340_608,
-    "granite-4-h-350m": 340_332_224,
-}
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "qwen3-0.6b": 596_049_920, "qwen3-4b": 4_022_468_096,
+    "llama-3.2-1b": 1_235_814_400, "gemma3-270m": 268_098_176, "pythia-160m": 162_322_944, "olmo2-1b": 1_484_916_736,
+    "qwen3.5-0.8b": 752_393_024, "lfm2-1.2b": 1_170_340_608, "granite-4-h-350m": 340_332_224,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -107,17 +107,10 @@ GRANITE4 = {
 }  # fmt: skip
 MAMBA_TYPES = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
 GRANITE4_H = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
-    "position_embedding_type": "nope",
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "position_embedding_type": "nope", "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+    "mamba_n_groups": 2, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
 FALCON_H1 = PLAIN | {
     "num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 16,
     "mamba_n_groups": 2, "head_dim": 16, "tie_word_embeddings": False, "attention_in_multiplier": 1.1,
@@ -126,18 +119,10 @@ FALCON_H1 = PLAIN | {
     "embedding_multiplier": 5.5,
 } | theta(1e11)  # fmt: skip
 NEMOTRON_H = {
-    "num_hidden_layers": 5,
-    "hybrid_override_pattern": "M-M*-",
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "head_dim": 16,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "layer_norm_epsilon": 1e-5,
-    "mlp_hidden_act": "relu2",
-}
+    "num_hidden_layers": 5, "hybrid_override_pattern": "M-M*-", "mamba_num_heads": 4, "mamba_head_dim": 32,
+    "ssm_state_size": 16, "n_groups": 2, "head_dim": 16, "conv_kernel": 4, "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+}  # fmt: skip
 MINICPM = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
     "logits_scaling": 4.0,

@@ -85,18 +85,11 @@ class OutputProcessor:
         """Return a request's output so far; finish_reason is None for unfinished sequences."""
         outputs = [
             CompletionOutput(
-                i,
-                s.text.text,
-                list(s.output_token_ids),
-                s.finish_reason,
-                s.stop_reason,
-                logprobs_of(s),
-                s.error,
-                _cumulative(s),
-                accepted(s, 0, s.num_output_tokens),
+                i, s.text.text, list(s.output_token_ids), s.finish_reason, s.stop_reason, logprobs_of(s), s.error,
+                _cumulative(s), accepted(s, 0, s.num_output_tokens),
             )
             for i, s in enumerate(_returned(request))
-        ]
+        ]  # fmt: skip
         lengths = [s.num_output_tokens for s in request.sequences]
         return assemble(request, outputs, lengths, request.speculation, self._clock())
 

@@ -330,17 +330,9 @@ class EventWriter(StreamWriter):
 def _head(request: GenerationRequest, reply: Reply) -> dict[str, Any]:
     """Return a response that has just begun."""
     return {
-        "id": f"resp_{reply.request_id}",
-        "object": "response",
-        "created_at": reply.created,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "model": reply.model,
-        "output": (),
-        "usage": None,
-        **request.echoed,
-    }
+        "id": f"resp_{reply.request_id}", "object": "response", "created_at": reply.created, "status": "in_progress",
+        "error": None, "incomplete_details": None, "model": reply.model, "output": (), "usage": None, **request.echoed,
+    }  # fmt: skip
 
 
 def _end(o: CompletionOutput) -> dict[str, Any]:

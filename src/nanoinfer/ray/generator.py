@@ -188,11 +188,6 @@ def _kinds(pa: Any) -> dict[str, Any]:
               "cumulative_logprob": pa.float64(), "logprobs": text, "message": text}  # fmt: skip
     usage = {name: pa.int64() for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {
-        "outputs": pa.list_(pa.struct(output)),
-        "usage": pa.struct(usage),
-        "seed": pa.uint64(),
-        "error": text,
-        "prompt_logprobs": text,
-        "num_dropped_tokens": pa.int64(),
-        "response": text,
-    }
+        "outputs": pa.list_(pa.struct(output)), "usage": pa.struct(usage), "seed": pa.uint64(), "error": text,
+        "prompt_logprobs": text, "num_dropped_tokens": pa.int64(), "response": text,
+    }  # fmt: skip

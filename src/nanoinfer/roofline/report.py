@@ -171,19 +171,13 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         fmt = int4(config)
     setting = Setting(config, fmt, ceiling, question.batch, N)
     return {
-        "model": model,
-        "shape": asdict(config),
-        "device": asdict(ceiling),
-        "dtype": fmt.name,
-        "compute_dtype": ceiling.compute_dtype(fmt),
-        "ridge_flops_per_byte": ceiling.ridge(fmt, math.inf),
-        "batch": question.batch,
-        "context_tokens": N,
+        "model": model, "shape": asdict(config), "device": asdict(ceiling), "dtype": fmt.name,
+        "compute_dtype": ceiling.compute_dtype(fmt), "ridge_flops_per_byte": ceiling.ridge(fmt, math.inf),
+        "batch": question.batch, "context_tokens": N,
         "prefill": _step(setting, prefill(config, fmt), question.batch * N),
         "decode": _step(setting, step := decode(config, fmt), question.batch),
-        "memory": _memory(setting, step.weight_bytes),
-        "generation": generation(setting, num_new),
-    }
+        "memory": _memory(setting, step.weight_bytes), "generation": generation(setting, num_new),
+    }  # fmt: skip
 
 
 def _context(name: str, config: ModelConfig, context: int) -> int:
@@ -206,16 +200,11 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     p = setting.predict(cost)
     parts = {name: part(getattr(cost, name)) for name in ("attention", "mlp", "layer", "head", "model")}
     return parts | {
-        "intensity_flops_per_byte": p.intensity,
-        "bound": p.bound,
-        "bound_ratio": p.bound_ratio,
+        "intensity_flops_per_byte": p.intensity, "bound": p.bound, "bound_ratio": p.bound_ratio,
         "bandwidth_bytes_per_sec": setting.ceiling.bandwidth(p.bytes),
-        "ridge_flops_per_byte": setting.ceiling.ridge(setting.fmt, p.bytes),
-        "memory_sec": p.memory_sec,
-        "compute_sec": p.compute_sec,
-        "step_sec": p.seconds,
-        "tokens_per_sec": num_tokens / p.seconds,
-    }
+        "ridge_flops_per_byte": setting.ceiling.ridge(setting.fmt, p.bytes), "memory_sec": p.memory_sec,
+        "compute_sec": p.compute_sec, "step_sec": p.seconds, "tokens_per_sec": num_tokens / p.seconds,
+    }  # fmt: skip
 
 
 def _memory(setting: Setting, weights: int) -> dict[str, Any]:

@@ -82,15 +82,10 @@ def _options(row: SamplerRow, V: int) -> Any:
         given["excluded_ids"] = excluded
     return _native.SampleOptions(
         uniform=uniform(seed=row.seed, sample=row.sample_index, position=row.num_output_tokens),
-        temperature=p.temperature,
-        top_k=min(p.top_k, V),
-        top_p=p.top_p,
-        min_p=p.min_p,
-        repetition_penalty=p.repetition_penalty,
-        presence_penalty=p.presence_penalty,
-        frequency_penalty=p.frequency_penalty,
-        **given,
-    )
+        temperature=p.temperature, top_k=min(p.top_k, V), top_p=p.top_p, min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty, presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty, **given,
+    )  # fmt: skip
 
 
 def choose_sampler(device: str, prefer: str = "auto") -> Sampler:

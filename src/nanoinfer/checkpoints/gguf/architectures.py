@@ -317,16 +317,12 @@ def _deepseek(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     if "attention.key_length_mla" in m:  # the others are then those of the latent
         whole, values = (m.int_(f"attention.{name}_length_mla") for name in ("key", "value"))
     return {
-        "model_type": "deepseek_v3" if corrected else "deepseek_v2",
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": whole - rotated,
-        "v_head_dim": values,
-        "n_group": groups,
+        "model_type": "deepseek_v3" if corrected else "deepseek_v2", "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": whole - rotated, "v_head_dim": values, "n_group": groups,
         "topk_group": m.int_("expert_group_used_count", 1),
         "topk_method": "noaux_tc" if corrected else "group_limited_greedy" if groups > 1 else "greedy",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+        "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
 
 
 def _scales(embedding: Any, residual: Any, logits: Any) -> tuple[Row, ...]:
@@ -350,16 +346,11 @@ _CAPS = (Row("attn_logit_softcapping", "attn_logit_softcapping", default=None), 
 _SCALE = Row("expert_weights_scale", "routed_scaling_factor", default=1.0)
 _DENSE = Row("leading_dense_block_count", "num_dense_layers", int, default=0, low=0)
 _DEEPSEEK = (
-    Row("attention.kv_lora_rank", "kv_lora_rank", int),
-    Row("attention.q_lora_rank", "q_lora_rank", int, default=None),
-    Row("expert_count", "n_routed_experts", int),
-    Row("expert_used_count", "num_experts_per_tok", int),
-    _WIDTH,
-    Row("expert_shared_count", "n_shared_experts", int),
-    _SCALE,
-    Row("expert_weights_norm", "norm_topk_prob", bool, default=False),
-    replace(_DENSE, field="first_k_dense_replace"),
-)
+    Row("attention.kv_lora_rank", "kv_lora_rank", int), Row("attention.q_lora_rank", "q_lora_rank", int, default=None),
+    Row("expert_count", "n_routed_experts", int), Row("expert_used_count", "num_experts_per_tok", int), _WIDTH,
+    Row("expert_shared_count", "n_shared_experts", int), _SCALE,
+    Row("expert_weights_norm", "norm_topk_prob", bool, default=False), replace(_DENSE, field="first_k_dense_replace"),
+)  # fmt: skip
 _QWEN35 = Architecture(
     "qwen3_5_text", hybrid.delta, hybrid.DELTA_ROWS, partial=True, added_to_norms=1.0,
     names={"ln_2": "post_attention_norm"}, recurrent=hybrid.DELTA, tiled=True,

@@ -163,15 +163,10 @@ def _read_v2(f: Fields, config: ModelConfig) -> dict[str, Any]:
     f.only("topk_method", "greedy", "group_limited_greedy")
     groups = {"groups": f.get("n_group"), "groups_per_token": f.get("topk_group")}
     mixture = mixture_of(
-        f,
-        count=64,
-        chosen=6,  # of V2 and V2-Lite; transformers has no default
-        width=1407,
-        shared=2,
-        normalize=False,
-        scale=f.number("routed_scaling_factor", 1.0),
+        f, count=64, chosen=6,  # of V2 and V2-Lite; transformers has no default
+        width=1407, shared=2, normalize=False, scale=f.number("routed_scaling_factor", 1.0),
         **(groups if f.get("topk_method") == "group_limited_greedy" else {}),
-    )
+    )  # fmt: skip
     return read_layers(f, config, mixture, f.integer("first_k_dense_replace", 0, 0))
 
 

@@ -89,21 +89,13 @@ _MTP = {
     "mtp.norm.": "model.norm.", "mtp.layers.0.": "model.layers.0.",
 }  # fmt: skip
 QWEN3_5 = LLAMA.derive(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    names=QK_NORM,
+    "qwen3_5_text", "Qwen3_5ForCausalLM", names=QK_NORM,
     fixed={"norm_weight": "one_plus", "qk_norm": "head", "attention_gate": True},
-    defaults={"num_key_value_heads": 4, "head_dim": 256},
-    only={"attention_bias": (False, None)},
+    defaults={"num_key_value_heads": 4, "head_dim": 256}, only={"attention_bias": (False, None)},
     harmless=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers"),
-    read_layers=_read_qwen3_5,
-    write_layers=_write_qwen3_5,
-    recurrent=_IN_PROJ,
-    order=_gate_last,
-    from_stored=without_drafts,
-    mtp=_MTP,
-    written=False,
-)
+    read_layers=_read_qwen3_5, write_layers=_write_qwen3_5, recurrent=_IN_PROJ, order=_gate_last,
+    from_stored=without_drafts, mtp=_MTP, written=False,
+)  # fmt: skip
 """Qwen3.5: gated delta rule in three of four layers, attention with an output gate in the others."""
 
 
@@ -118,18 +110,12 @@ def _write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 QWEN3_5_MOE = QWEN3_5.derive(
-    "qwen3_5_moe_text",
-    "Qwen3_5MoeForCausalLM",
-    {"intermediate_size": ("n_inner", None)},
+    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {"intermediate_size": ("n_inner", None)},
     experts.NAMES | experts.shared("mlp.shared_expert") | {"mlp.shared_gate": "mlp.shared_expert_gate"},
-    defaults={"num_key_value_heads": 2},
-    without=("mlp.c_gate", "mlp.c_fc", "mlp.c_proj"),
-    only={"attention_bias": (False, None)},
-    harmless=(*QWEN3_5.harmless, *experts.HARMLESS),
-    read_layers=_read_qwen3_5_moe,
-    write_layers=_write_qwen3_5_moe,
-    fused=experts.STACKED,
-)
+    defaults={"num_key_value_heads": 2}, without=("mlp.c_gate", "mlp.c_fc", "mlp.c_proj"),
+    only={"attention_bias": (False, None)}, harmless=(*QWEN3_5.harmless, *experts.HARMLESS),
+    read_layers=_read_qwen3_5_moe, write_layers=_write_qwen3_5_moe, fused=experts.STACKED,
+)  # fmt: skip
 """Qwen3.5 with a mixture of experts in every layer."""
 
 
@@ -160,18 +146,15 @@ def _write_qwen3_next(config: ModelConfig) -> dict[str, Any]:
 
 
 QWEN3_NEXT = QWEN3_5_MOE.derive(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
+    "qwen3_next", "Qwen3NextForCausalLM",
     {"intermediate_size": ("n_inner", 5632), "num_key_value_heads": ("num_kv_heads", 2)},
     {part: LLAMA.names[part] for part in ("mlp.c_gate", "mlp.c_fc", "mlp.c_proj")},
-    defaults={"max_position_embeddings": 32768, "vocab_size": 151936},
-    only={"attention_bias": (False, None)},
-    harmless=tuple(name for name in QWEN3_5_MOE.harmless if name != "mlp_only_layers"),
-    read_layers=_read_qwen3_next,
+    defaults={"max_position_embeddings": 32768, "vocab_size": 151936}, only={"attention_bias": (False, None)},
+    harmless=tuple(name for name in QWEN3_5_MOE.harmless if name != "mlp_only_layers"), read_layers=_read_qwen3_next,
     write_layers=_write_qwen3_next,
     recurrent={**_IN_PROJ, "attn.c_attn": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
     recurrent_order=key_heads_apart,
-)
+)  # fmt: skip
 """Qwen3-Next: Qwen3.5 with experts, and with other defaults and joined projections."""
 
 
