@@ -138,6 +138,9 @@ inline __m512i shuffle_epi8(__m512i table, __m512i index) {
   for (int i = 0; i < 64; ++i) to.v[i] = at.v[i] & 128 ? 0 : from.v[i / 16 * 16 + at.v[i] % 16];
   return vector<__m512i>(to);
 }
+inline __m512i mask_shuffle_epi8(__m512i other, __mmask64 mask, __m512i table, __m512i index) {
+  return mask_sub_epi8(other, mask, shuffle_epi8(table, index), all<u8>(0));
+}
 inline __m512i shuffle_epi32(__m512i a, int order) {
   const auto from = lanes<i32>(a);
   Lanes<i32> to;
@@ -298,6 +301,7 @@ inline __m512 dpbf16_ps(__m512 sums, bf16x32 a, bf16x32 b) {
 #define _mm512_loadu_si512 emulated::load
 #define _mm512_madd_epi16 emulated::madd_epi16
 #define _mm512_maddubs_epi16 emulated::maddubs_epi16
+#define _mm512_mask_shuffle_epi8 emulated::mask_shuffle_epi8
 #define _mm512_mask_storeu_epi16 emulated::mask_store<emulated::u16>
 #define _mm512_mask_storeu_epi8 emulated::mask_store<emulated::u8>
 #define _mm512_mask_sub_epi8 emulated::mask_sub_epi8

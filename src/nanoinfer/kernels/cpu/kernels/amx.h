@@ -61,6 +61,7 @@ struct AmxRegisters {
       config.bytes[i] = (std::uint16_t)(i == 4 || i == 5 ? own : 64);
       config.rows[i] = (std::uint8_t)(i >= 6 ? own / 4 : rows);
     }
+    asm volatile("" ::"r"(&config) : "memory");  // GCC's declaration of the next instruction says that it reads 8 bytes
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }

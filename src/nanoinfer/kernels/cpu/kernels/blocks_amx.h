@@ -53,13 +53,15 @@ struct alignas(64) BlockDigits {
     const i32x16 minimum = bf16_pairs(R::whole_minimum(record, g, s, h));
     for (int j = s; j < 2; j += R::kScales) store_ints(minimums[h][2 * g + j], minimum);
   }
-  void unpack_signed(const R& record, int g, int s, int h) {
+  void unpack_signed(const R& record, int g, int s, int h) {  // scales are signed bytes
     const Words scale = pairs(R::whole_scale(record, g, s, h)), offset = scale * (std::uint16_t)f.offset;
+    const __m512i neighbours = _mm512_broadcast_i32x4(_mm_set_epi8(14, 15, 12, 13, 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1));  // of bytes
     NI_UNROLL(8) for (int i = s * kLines; i < (s + 1) * kLines; ++i) {
-      const Words codes = (Words)R::code(record, g, i, h).v[0];
-      const Words even = (codes & 255) * scale - offset, odd = (codes >> 8) * scale - offset;
-      store(0, g, i, h, (even >> 8) | (odd & 0xff00));
-      store(kDigits - 1, g, i, h, (even & 255) | odd << 8);
+      const __m512i codes = (__m512i)R::code(record, g, i, h).v[0];
+      const __m512i even = (__m512i)((Words)_mm512_maddubs_epi16(codes, (__m512i)(scale & 255)) - offset);
+      const __m512i odd = (__m512i)((Words)_mm512_maddubs_epi16(codes, (__m512i)(scale << 8)) - offset);
+      store(0, g, i, h, (Words)_mm512_mask_shuffle_epi8(odd, 0x5555555555555555, even, neighbours));
+      store(kDigits - 1, g, i, h, (Words)_mm512_mask_shuffle_epi8(even, 0xaaaaaaaaaaaaaaaa, odd, neighbours));
     }
   }
   __attribute__((always_inline)) void store(int digit, int g, int i, int h, Words line) {
@@ -95,23 +97,48 @@ struct alignas(64) StoredBlock {
   }
 };
 
-// Step k of a block, 64 inputs: a tile of 16 rows times the digits of the panel.
+// Store a block's sums of one digit, unless `to` is null, and begin the next one's.
 template <WeightType type>
-NI_INLINE void multiply_block_step(const std::uint8_t* x, const BlockDigits<type>& w, std::int64_t k) {
+NI_INLINE void next_sums(int digit, StoredBlock<type>* to) {
+  if (digit == BlockDigits<type>::kDigits - 1) {
+    if (to != nullptr) {
+      _tile_stored(0, to->of[digit][0], 64);
+      _tile_stored(1, to->of[digit][1], 64);
+    }
+    _tile_zero(0);
+    _tile_zero(1);
+  } else {
+    if (to != nullptr) {
+      _tile_stored(2, to->of[digit][0], 64);
+      _tile_stored(3, to->of[digit][1], 64);
+    }
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+// Step k of a block, 64 inputs: a tile of 16 rows times the digits of the panel. In the first step, the sums of the block of rows `before`
+// are stored: stored behind their last product, they would be waited for. Those with the minimums have a tile of their own.
+template <WeightType type>
+NI_INLINE void multiply_block_step(const std::uint8_t* x, const std::uint8_t* sums_of_x, const BlockDigits<type>& w, int k,
+                                   StoredBlock<type>* before, StoredBlock<type>& own) {
   using B = BlockDigits<type>;
+  constexpr bool kHigh = B::kDigits == 2;
   NI_LOAD_TILE(true, 4, x, 64);
   _tile_loadd(6, w.tile(B::kDigits - 1, k, 0), kLine);
   _tile_loadd(7, w.tile(B::kDigits - 1, k, 1), kLine);
-  if constexpr (B::kUnsigned || B::kDigits == 2) {
+  if (k == 0) next_sums<type>(B::kDigits - 1, before);
+  if constexpr (B::kUnsigned || kHigh) {
     _tile_dpbsud(0, 4, 6);
     _tile_dpbsud(1, 4, 7);
   } else {
     _tile_dpbssd(0, 4, 6);
     _tile_dpbssd(1, 4, 7);
   }
-  if constexpr (B::kDigits == 2) {
+  if constexpr (kHigh) {
     _tile_loadd(6, w.tile(0, k, 0), kLine);
     _tile_loadd(7, w.tile(0, k, 1), kLine);
+    if (k == 0) next_sums<type>(0, before);
     if constexpr (B::kUnsigned) {
       _tile_dpbsud(2, 4, 6);
       _tile_dpbsud(3, 4, 7);
@@ -120,30 +147,20 @@ NI_INLINE void multiply_block_step(const std::uint8_t* x, const BlockDigits<type
       _tile_dpbssd(3, 4, 7);
     }
   }
-}
-template <WeightType type>
-NI_INLINE void store_block_sums(const std::uint8_t* sums_of_x, const BlockDigits<type>& w, StoredBlock<type>& to) {
-  using B = BlockDigits<type>;
-  _tile_stored(0, to.of[B::kDigits - 1][0], 64);
-  _tile_stored(1, to.of[B::kDigits - 1][1], 64);
-  if constexpr (B::kDigits == 2) {
-    _tile_stored(2, to.of[0][0], 64);
-    _tile_stored(3, to.of[0][1], 64);
-  }
   if constexpr (B::f.minimum) {  // integers below 2^24, so that float32 has them exactly
-    _tile_zero(0);
-    _tile_zero(1);
-    NI_LOAD_TILE(true, 4, sums_of_x, 64);
-    _tile_loadd(6, w.minimums[0], 64);
-    _tile_loadd(7, w.minimums[1], 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_stored(0, to.least[0], 64);
-    _tile_stored(1, to.least[1], 64);
+    if (k % 2) {
+      _tile_stored(5, own.least[k / 2], 64);
+    } else {
+      _tile_zero(5);
+      NI_LOAD_TILE(true, 4, sums_of_x, 64);
+      _tile_loadd(6, w.minimums[k / 2], 64);
+      _tile_dpbf16ps(5, 4, 6);
+    }
   }
 }
 
-// Rows [top, bottom), at most kRowsAtOnce, times a panel. The sums of 16 rows are scaled and added while the next 16 are multiplied.
+// Rows [top, bottom), at most kRowsAtOnce, times a panel. The sums of 16 rows are scaled and added while the next 16
+// are multiplied.
 template <WeightType type>
 inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
   using B = BlockDigits<type>;
@@ -168,14 +185,14 @@ inline void multiply_blocks(const MatmulTask& given, std::int64_t panel, std::in
     };
     for (std::int64_t b = 0; b < count; ++b) {
       const std::uint8_t* const x = task.x + (top + b * kAmxRows) * task.x_stride;
-      zero_tiles();
-      for (std::int64_t step = 0; step < kSteps; ++step) {
-        multiply_block_step<type>(x + tile_at(k * B::f.inputs + step * 64), weights, step);
+      const std::uint8_t *const from = x + tile_at(k * B::f.inputs), *const sums_of_x = x + sums_at(m.depth) + k * kAmxBytes;
+      NI_UNROLL(4) for (int step = 0; step < kSteps; ++step) {
+        multiply_block_step<type>(from + step * kAmxBytes, sums_of_x, weights, step, b > 0 ? &sums[(b - 1) % 2] : nullptr, sums[b % 2]);
         ahead.next();
         if (b > 0) add(b - 1, step);
       }
-      store_block_sums<type>(x + sums_at(m.depth) + k * kAmxBytes, weights, sums[b % 2]);
     }
+    for (int digit = 0; digit < B::kDigits; ++digit) next_sums<type>(digit, &sums[(count - 1) % 2]);
     for (std::int64_t step = 0; step < kSteps; ++step) add(count - 1, step);
   }
   for (std::int64_t i = 0; i < count * kAmxRows; ++i) NI_HALVES acc[i][h] = acc[i][h] + bias[h];
