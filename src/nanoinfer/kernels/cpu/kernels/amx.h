@@ -11,10 +11,10 @@
 // another product, do not. So a row for i8 has 16 bits and one scale here. The tiles of a block of rows follow each other, so that a
 // thread reads them as one stream (AmxRows). Beside 16 or more rows, those after the last one, up to a multiple of 16, are
 // read and their results dropped, and blocks of bfloat16 have 32, so the memory of prepared rows is that large (padded_rows).
-// Other formats have scales of groups of weights, so that the sums of each group are stored and scaled, unless these scales are
-// integers (blocks_amx.h). Beside tile instructions, a core starts one multiplication or conversion of 512 bits in a cycle, not two, so
-// three of these for 16 sums take longer than the product of tiles. Weights are unpacked to signed bytes, which many rows share, and rows of int8 lie as tiles: 64 inputs of
-// 16 rows follow each other.
+// Other formats have scales of groups of weights, so that the sums of each group are stored and scaled, unless these scales
+// are integers (blocks_amx.h). Beside tile instructions, a core starts one multiplication or conversion of 512 bits in a
+// cycle, not two, so three of these for 16 sums take longer than the product of tiles. Weights are unpacked to signed bytes,
+// which many rows share, and rows of int8 lie as tiles: 64 inputs of 16 rows follow each other.
 //
 // A row's result does not depend on the number of rows. bfloat16 always takes this path: its instruction adds in an
 // order of its own. Sums of integers are exact, so few rows take vector registers, with the same result.
