@@ -229,6 +229,24 @@ class LayerKind:
             raise NanoinferError(f"kv_layer={self.kv_layer}: a layer without keys has neither values nor their norm")
 
 
+@dataclass(frozen=True)
+class Backbone:
+    """The model that an assistant proposes tokens for. Its embedding and hidden states are the assistant's inputs, and
+    `LayerKind.kv_layer` are layers of it (speculative/assistant.py). A field out of range raises NanoinferError."""
+
+    width: int = bounded(1, 1, MAX // 2, name="backbone_hidden_size")
+    """Width of its embedding and hidden states."""
+    groups: int = bounded(0, 0, MAX, name="num_centroids")
+    """Number of equal groups of tokens, each of which has a vector; 0: all tokens are scored."""
+    scored_groups: int = bounded(0, 0, MAX, name="centroid_intermediate_top_k")
+    """Number of groups whose tokens are scored, those with the largest products of their vectors."""
+
+    def __post_init__(self) -> None:
+        keep_fields(self)
+        if bool(self.groups) != bool(self.scored_groups) or self.scored_groups > self.groups:
+            raise NanoinferError(f"centroid_intermediate_top_k={self.scored_groups} of num_centroids={self.groups}")
+
+
 def check_kv_layers(layers: tuple[LayerKind, ...], heads: Callable[[int], tuple[int, int]]) -> None:
     """Raise NanoinferError if a layer attends to keys that are not there, or in other heads than its own.
 
@@ -336,6 +354,8 @@ class ModelConfig:
     """Whether attention's output is multiplied by the sigmoid of a projection of the layer's input."""
     mtp: bool = False
     """Whether the model is a block that predicts a further token of another model (`MTPInput` in models/layers.py)."""
+    backbone: Backbone | None = None
+    """The other model of an assistant, which has `mtp`."""
     weight_factors: tuple[tuple[str, tuple[tuple[float, int], ...]], ...] = field(default=(), compare=False)
     """(name of a stored matrix in a layer, (factor, number of rows) of its parts): what the rows of stored weights are
     multiplied by when they are read. A single part may have any number of rows."""
@@ -387,7 +407,10 @@ class ModelConfig:
         rotary_dim = None if self.latent is None else self._check_latent(self.latent)
         for kind, i in {kind: i for i, kind in enumerate(self.layers)}.items():
             kind.check(rotary_dim or self.at(i).head_dim)
-        check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
+        if self.backbone is None:
+            check_kv_layers(self.layers, lambda i: (self.at(i).n_kv_head, self.at(i).head_dim))
+        elif self.backbone.groups and self.vocab_size % self.backbone.groups:
+            raise NanoinferError(f"vocab_size={self.vocab_size} is no multiple of num_centroids={self.backbone.groups}")
         if (self.recurrence is not None) != any(kind.recurrent for kind in self.layers):
             raise NanoinferError("recurrent layers need a description of their state, and no others do: set recurrence")
         if self.parallel_residual and not all(kind.mlp for kind in self.layers):
@@ -435,6 +458,11 @@ class ModelConfig:
     def n_kv_head(self) -> int:
         """Number of heads of keys and values, each shared by n_head / n_kv_head heads of queries."""
         return self.n_head if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def source_dim(self) -> int:
+        """Width of the embedding and of `StepBatch.previous` of a model with `mtp`."""
+        return self.n_embd if self.backbone is None else self.backbone.width
 
     @property
     def mlp_dim(self) -> int:
@@ -496,7 +524,7 @@ class ModelConfig:
     @property
     def kv_layers(self) -> list[int]:
         """The layers that have keys and values of their own."""
-        return [i for i in range(self.n_layer) if self.kv_layer(i) == i and self.layer(i).attends]
+        return [i for i in range(self.n_layer) if self.layer(i).kv_layer is None and self.layer(i).attends]
 
     @property
     def recurrent_layers(self) -> list[int]:

@@ -195,14 +195,8 @@ def test_backends_that_load_the_folder_itself_need_no_export(tmp_path: Path) -> 
 def shrunk(preset: str) -> ModelConfig:
     """Return a published model with small sizes."""
     shape = {
-        "vocab_size": 96,
-        "block_size": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "num_kv_heads": 2,
-        "n_embd": 64,
-        "n_inner": 96,
-    }
+        "vocab_size": 96, "block_size": 64, "n_layer": 2, "n_head": 4, "num_kv_heads": 2, "n_embd": 64, "n_inner": 96,
+    }  # fmt: skip
     layers = (LayerKind(None, Rotary(32, 1e5)),) * 2
     return replace(PRESETS[preset], **shape, head_size=32, layers=layers, bos_token_id=0, eos_token_ids=(0,))
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers.families import make_config, make_folder, random_model
+from helpers.families import CASES, SMALL, make_config, make_folder, random_model
 from helpers.gguf_files import ARCHITECTURES, DELTA, Stored, as_f32, convert, rewritten
 from helpers.models import edit_config
 from nanoinfer.checkpoints.gguf import model as gguf
@@ -136,3 +138,46 @@ def check_gguf(made: WithBlock, folder: Path) -> None:
     for name, t in of_file(False).read():
         np.testing.assert_allclose(t.float32(), expected.pop(name), atol=1e-6)
     assert not expected
+
+
+@dataclass
+class WithAssistant:
+    """A folder of a target, with that of its assistant in it, and the models of transformers."""
+
+    folder: Path
+    target: Any
+    assistant: Any
+
+    def expected(self, token_ids: list[int], num: int) -> Tensor:
+        """Return the logits, (V), of the last of `num` greedy proposals; the newest token has no keys."""
+        cache, ids = transformers.DynamicCache(), torch.tensor([token_ids])
+        h = self.target(ids[:, :-1], output_hidden_states=True, past_key_values=cache).hidden_states[-1][:, -1:]
+        kv = dict(zip(self.target.config.layer_types, ((c.keys, c.values) for c in cache.layers), strict=False))
+        token, pos = ids[:, -1:], torch.tensor([[ids.shape[1] - 1]])
+        for _ in range(num):
+            x = torch.cat((self.target.get_input_embeddings()(token), h), -1)
+            out = self.assistant(inputs_embeds=x, position_ids=pos, shared_kv_states=kv)
+            h, token = out.last_hidden_state, out.logits.argmax(-1)
+        return out.logits[0, 0]  # type: ignore[no-any-return]
+
+
+def make_assistant(case: str, groups: int, folder: Path) -> WithAssistant:
+    """Write a random target and its assistant; groups: of the assistant's tokens, 3 of which are scored; 0: none."""
+    config, vocab = make_config(case), 64
+    config.vocab_size = config.vocab_size_per_layer_input = vocab
+    (target := random_model(config)).save_pretrained(folder)
+    fields = SMALL | CASES[case][1] | {
+        "hidden_size": 20, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3, "vocab_size": vocab,
+        "vocab_size_per_layer_input": 0,
+    }  # fmt: skip
+    fields_of_head = {"use_ordered_embeddings": groups > 0, "num_centroids": groups, "centroid_intermediate_top_k": 3}
+    text, width = transformers.Gemma4TextConfig(**fields), config.hidden_size
+    of_assistant = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, **fields_of_head)
+    with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 refuses a model all of whose layers share keys
+        patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", property(lambda c: ["reuse"] * 3))
+        assistant = random_model(of_assistant)
+    if groups:
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(vocab))
+    assistant.save_pretrained(folder / "assistant")
+    return WithAssistant(folder, target, assistant)

@@ -26,15 +26,8 @@ from nanoinfer.protocols.fields import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDIN
 from nanoinfer.server.app import ROUTES
 
 PROMPTS = [
-    "O Romeo,",
-    "To be",
-    "ROMEO:\nWhat",
-    "First Citizen:\n",
-    "é",
-    " " * 20,
-    "O Romeo, Romeo, wherefore",
-    "x" * 300,
-]
+    "O Romeo,", "To be", "ROMEO:\nWhat", "First Citizen:\n", "é", " " * 20, "O Romeo, Romeo, wherefore", "x" * 300,
+]  # fmt: skip
 SHAPES: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 24},
     {"seed": 1, "max_tokens": 40, "top_k": 20},

@@ -34,15 +34,9 @@ _native: Any = pytest.importorskip("nanoinfer._native", reason="the native exten
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
 QUANTIZED = [f for f in FORMATS.values() if f.native]
 HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2),
     "TQ2_0": (64,),
-}
+}  # fmt: skip
 RTOL = 2e-6  # of the sum of |w x|: float32 sums
 ROWS = (1, 2, 7) if "NANOINFER_TEST_EXTENSION" in os.environ else (1, 2, 5, 6, 7, 13, 30, 101)
 Array = np.ndarray[Any, Any]

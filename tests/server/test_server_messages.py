@@ -437,16 +437,9 @@ def test_other_statuses_have_anthropics_types(client: Client) -> None:
 
 
 TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    408: "invalid_request_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 408: "invalid_request_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("status, kind", TYPES.items())

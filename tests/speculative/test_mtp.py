@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.families import make_folder
-from helpers.mtp import WithBlock, check_gguf, make_mtp_folder, make_right
+from helpers.mtp import WithAssistant, WithBlock, check_gguf, make_assistant, make_mtp_folder, make_right
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints.huggingface import open_folder
 from nanoinfer.checkpoints.packed import write_folder
@@ -31,7 +31,9 @@ CASES = ("qwen3_5", "qwen3_5_moe", "deepseek_v3")
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     @cache
-    def make(case: str) -> WithBlock:
+    def make(case: str) -> WithBlock | WithAssistant:
+        if case.startswith("gemma"):
+            return make_assistant(case, 16, tmp_path_factory.mktemp(case))
         return make_mtp_folder(case, tmp_path_factory.mktemp(case))
 
     return make
@@ -96,17 +98,19 @@ def test_every_proposal_of_a_block_that_is_right_is_accepted(
 
 
 @pytest.mark.parametrize(
-    ("engine", "case"), [*((e, case) for e in ("native", "static") for case in CASES), ("packed", "qwen3_5")]
+    ("engine", "case"),
+    [*((e, case) for e in ("native", "static") for case in (*CASES, "gemma4-shared")), ("packed", "qwen3_5")],
 )
 def test_tokens_are_those_without_a_draft(engine: str, case: str, folder_of, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Chunked prompts of unequal lengths, samples, shared prefixes, windows that slide, adaptive k, embeddings."""
     folder = str(folder_of(case).folder)
+    draft = f"{folder}/assistant" if case.startswith("gemma") else "mtp"
     if engine == "packed":
         write_folder(open_folder(Path(folder)), tmp_path / "packed", "float32", None, threads=1)
         folder, engine = str(tmp_path / "packed"), "native"
     options = {"engine": engine, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 12}
     plain, fixed, adaptive = (
-        LLM(folder, **options, **more) for more in ({}, {"draft": "mtp", "speculate_k": 3}, {"draft": "mtp"})
+        LLM(folder, **options, **more) for more in ({}, {"draft": draft, "speculate_k": 3}, {"draft": draft})
     )
     longer = [{"prompt_token_ids": [*PROMPTS[0]["prompt_token_ids"], 7, i]} for i in range(3)]
     for prompts, params in (

@@ -247,19 +247,8 @@ def metaspace() -> Any:
     from tokenizers import decoders, models, normalizers
 
     tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{b:02X}>" for b in range(256)),
-        "▁",
-        "a",
-        "▁a",
-        "▁the",
-        "the",
-        "{",
-        '▁{"',
-        "é",
-    ]
+        "<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a", "▁the", "the", "{", '▁{"', "é",
+    ]  # fmt: skip
     core = tokenizers.Tokenizer(
         models.BPE({t: i for i, t in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     )

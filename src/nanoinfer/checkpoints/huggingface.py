@@ -23,7 +23,7 @@ import numpy as np
 from nanoinfer.checkpoints.weights import Weights, check, main_dtype
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError, about, escaped, show
-from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families import ASSISTANTS, FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.stored import StoredTensor, read_safetensors, to_safetensors
@@ -275,6 +275,8 @@ def read_config(path: Path, quantized: bool = False) -> ModelConfig:
     known = f"one of the {len(FAMILIES)} families in docs/models.md, such as llama or qwen3"
     if isinstance(kind := raw.get("model_type"), str) and kind in WITH_IMAGES:
         raw = _text_config(raw, where)
+    if kind in ASSISTANTS and isinstance(text := raw.get("text_config"), dict):
+        raw = text | raw | {"model_type": ASSISTANTS[0]}
     if "model_type" not in raw:
         raise NanoinferError(f"{where} has no model_type: add it, {known}")
     kind = raw["model_type"]

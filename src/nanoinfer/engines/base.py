@@ -19,6 +19,7 @@ the tokens from there on are processed again before the next step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class StepBatch:
     hidden_only: bool = False
     """Whether only `Engine.hidden` is read: `extend` then returns no logits, (0, vocab_size), and may omit the head."""
     previous: NDArray[np.float32] | None = None
-    """(len(token_ids), n_embd), of a model with `mtp`: for each new token the hidden state after the one before it."""
+    """(len(token_ids), source_dim), of a model with `mtp`: for each new token the hidden state after that before it."""
     all_hidden: bool = False
     """Whether `Engine.new_hidden` is read: hidden states are kept of all new tokens, not only of those with logits."""
 
@@ -341,8 +342,13 @@ class Engine:
 
     def _advance(self, batch: StepBatch) -> None:
         """Add a step's tokens to the lengths. Beside `append_blocks`, no other code advances them."""
-        for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
-            self._lengths[handle] += num_new
+        if self.config.backbone is None:
+            for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
+                self._lengths[handle] += num_new
+
+    def borrow(self, owner: Engine) -> None:
+        """Let the engine of an assistant have the sequences of its model's: steps of one token each append nothing."""
+        self._lengths, self._adapter_of = owner._lengths, defaultdict(int)  # no adapter is for an assistant
 
     def _check(self, batch: StepBatch) -> None:
         """Raise NanoinferError if the batch is invalid. Called before the engine's state changes."""
@@ -372,7 +378,7 @@ class Engine:
         if sum(num_new) != len(batch.token_ids):
             raise NanoinferError(f"num_new adds up to {sum(num_new)}, but there are {len(batch.token_ids)} token_ids")
         shape = None if batch.previous is None else batch.previous.shape
-        if shape != ((len(batch.token_ids), self.config.n_embd) if self.config.mtp else None):
+        if shape != ((len(batch.token_ids), self.config.source_dim) if self.config.mtp else None):
             raise NanoinferError(f"hidden states {shape} for {len(batch.token_ids)} tokens: only mtp blocks need them")
         if batch.token_ids and not (min(batch.token_ids) >= 0 and max(batch.token_ids) < self.config.vocab_size):
             bad = next(t for t in batch.token_ids if not 0 <= t < self.config.vocab_size)

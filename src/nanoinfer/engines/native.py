@@ -79,6 +79,9 @@ class NativeEngine(Engine):
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
         self._handles: dict[Handle, int] = {}
+        if self.config.backbone is not None and owner is not None:
+            self._handles = owner._handles
+            self.borrow(owner)
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_hidden = 0  # rows that the last step keeps
 
@@ -266,7 +269,8 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         )  # fmt: skip
         options.latent_query_rank, options.latent_epsilon = latent.query_rank, latent.norm_epsilon
     options.attention_gate, options.mtp = model.attention_gate, model.mtp
-    options.head_rows = MTP_TOKENS if model.mtp else 0
+    options.head_rows = MTP_TOKENS if model.mtp and model.backbone is None else 0
+    options.backbone = 0 if model.backbone is None else model.backbone.width
     if model.recurrence is not None:
         options.rule, options.num_states = model.recurrence.rule, limits.num_states
         options.recurrence = _state_shape(model)

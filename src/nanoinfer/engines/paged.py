@@ -77,8 +77,9 @@ class PagedEngine(TorchEngine):
         )  # fmt: skip
 
     def _begin(self, batch: StepBatch, starts: list[int]) -> _Step:
-        for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
-            if (copy := self._pool.append(handle, num_new)) is not None:
+        for handle, start, num_new in zip(batch.handles, starts, batch.num_new, strict=True):
+            more = start + num_new - self._lengths[handle]  # none for an assistant
+            if more and (copy := self._pool.append(handle, more)) is not None:
                 shared, own = copy
                 for blocks in (*self._k.whole, *self._v.whole):
                     blocks[:, own] = blocks[:, shared]

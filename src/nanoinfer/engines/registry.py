@@ -17,6 +17,7 @@ from nanoinfer.engines.base import Engine
 from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra, show
 from nanoinfer.kv.plan import BYTES, plan_limits
+from nanoinfer.models.parameters import OF_ASSISTANT
 from nanoinfer.utils import processes
 from nanoinfer.utils.progress import ProgressBar
 
@@ -177,6 +178,7 @@ def build(
         config: the configuration that `resolve` accepted; fields that the engine does not support have their defaults.
         limits: the capacity of the engine; None: computed by `plan_limits`.
         owner: engine with the tensors SHARED (models/parameters.py) if the weights lack them; `native` if this one is.
+            Of an assistant, the engine of its model, which `spec` is, too.
 
     Raises:
         NanoinferError: the engine does not support the model, or the KV cache does not fit in memory.
@@ -191,6 +193,11 @@ def build(
     if spec.native and costly and config.kv_cache_dtype == "auto":
         config = replace(config, kv_cache_dtype="bfloat16")  # 8 bits cost quality (docs/quality.md)
     module, _, name = spec.target.partition(":")
+    if assists := weights.config.backbone is not None:
+        if owner is None:
+            raise NanoinferError("the model is an assistant, whose keys are another model's: load that one, with draft")
+        whole = weights.read
+        weights = replace(weights, read=lambda: (pair for pair in whole() if not pair[0].startswith(OF_ASSISTANT)))
     if limits is None:
         limits = plan_limits(weights.config, config, spec.memory, weights.dtype, free_memory(device))
     with ProgressBar("load") as bar:
@@ -201,5 +208,9 @@ def build(
         from nanoinfer.checkpoints.gpt_loading import load_gpt
 
         engine_class.check(weights.config)
+        if assists:
+            from nanoinfer.engines.torch_engine import AssistantEngine
+
+            return AssistantEngine(load_gpt(weights, device), owner)  # type: ignore[arg-type]
         gpt = load_gpt(weights, device, None if owner is None else owner.model)
         return engine_class(gpt, limits, config)  # type: ignore[no-any-return]

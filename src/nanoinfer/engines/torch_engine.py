@@ -140,6 +140,19 @@ class TorchEngine(ModelEngine):
         raise NotImplementedError
 
 
+class AssistantEngine(TorchEngine):
+    """Runs an assistant (`config.Backbone`), with the sequences and the embedding of its model's engine, `owner`."""
+
+    def __init__(self, model: Transformer, owner: TorchEngine) -> None:
+        super().__init__(model, owner.limits)
+        model.transformer["wte"] = owner.model.transformer["wte"]  # its own remains the head
+        self._owner = owner
+        self.borrow(owner)
+
+    def _begin(self, batch: StepBatch, starts: list[int]) -> KeyValues:
+        return self._owner._begin(batch, [start - 1 for start in starts])  # a query's last key is the token before
+
+
 def last_rows(num_rows: list[int], num_last: list[int]) -> list[int]:
     """Return the indices of the last `num_last` of each sequence's `num_rows` rows."""
     return [r for end, n in zip(accumulate(num_rows), num_last, strict=True) for r in range(end - n, end)]

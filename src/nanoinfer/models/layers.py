@@ -218,16 +218,18 @@ class MTPInput(nn.Module):
 
     h is taken after the model's final norm, and the embedding stands first: so in vLLM (qwen3_next_mtp.py) and SGLang
     (deepseek_nextn.py). llama.cpp's pull request 24025 measured it for Qwen3.5; ROCm/ATOM's 1764, for DeepSeek-R1,
-    cites that model's own code. A deeper proposal has the block's own final hidden state in place of h.
+    cites that model's own code. A deeper proposal has the block's own final hidden state in place of h. The input of
+    an assistant (`Backbone`) has no norms.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm_e, self.norm_h = make_norm(config), make_norm(config)
-        self.c_in = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
+        own = config.backbone is None
+        self.norm_e, self.norm_h = (make_norm(config) if own else nn.Identity() for _ in range(2))
+        self.c_in = nn.Linear(2 * config.source_dim, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, previous: Tensor) -> Tensor:
-        """Return the input of the block, (..., C), for embeddings x and hidden states `previous`, (..., C) each."""
+        """Return the input of the block, (..., C), for embeddings x and hidden states `previous`, (..., source_dim)."""
         return self.c_in(torch.cat((self.norm_e(x), self.norm_h(previous)), -1))  # type: ignore[no-any-return]
 
 

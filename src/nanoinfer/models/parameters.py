@@ -17,6 +17,8 @@ CORRECTION = "correction.bias"
 """End of the name of what is added to scores where experts are chosen. It stays in float32, as its values are close."""
 SHARED = ("transformer.wte.weight", "lm_head.weight", "lm_head.bias")
 """What a block that predicts a further token has of its model: the embedding and the output head."""
+OF_ASSISTANT = "assistant."
+"""Beginning of the names of what follows an assistant's layers; no engine has it (speculative/assistant.py)."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -37,9 +39,14 @@ def shapes(config: ModelConfig) -> Shapes:
         parameters["transformer.per_layer.c_in.weight"] = (config.n_layer * P, C)
         parameters |= _norm(config, "transformer.per_layer.norm", P)
     if config.mtp:
-        for norm in ("norm_e", "norm_h"):
+        for norm in ("norm_e", "norm_h") if config.backbone is None else ():
             parameters |= _norm(config, f"transformer.mtp.{norm}", C)
-        parameters["transformer.mtp.c_in.weight"] = (C, 2 * C)
+        parameters["transformer.mtp.c_in.weight"] = (C, 2 * config.source_dim)
+    if (backbone := config.backbone) is not None:
+        parameters[f"{OF_ASSISTANT}c_out.weight"] = (backbone.width, C)
+        if backbone.groups:
+            parameters[f"{OF_ASSISTANT}groups.weight"] = (backbone.groups, C)
+            parameters[f"{OF_ASSISTANT}order"] = (config.vocab_size,)
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
         norms = {part: _norm(config, f"{h}.{part}", C) for part in config.block_norms(config.layer(layer))}

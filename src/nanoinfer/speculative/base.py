@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.engines.base import Handle
 from nanoinfer.sampling.sampler import Sampler, SamplerRow, filtered_weights, sample_from
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.arrays import Array
@@ -31,6 +32,8 @@ class DraftRequest:
     """Maximum number of tokens to propose, >= 1."""
     salt: str | None = None
     """Proposals come from requests of the same salt only."""
+    handle: Handle | None = None
+    """The sequence of the target's engine."""
     with_weights: bool = False
     """Whether to return the distributions of the proposed tokens (rule reject). Equal for all requests of a call."""
 

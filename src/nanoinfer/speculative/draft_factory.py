@@ -22,6 +22,7 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
+from nanoinfer.speculative.assistant import Assistant, attached
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.mtp import NextTokens
@@ -101,16 +102,24 @@ class DraftFactory:
             self._speculators[name, rule, k] = Speculator(self._drafters[name], rule=rule, speculate_k=k, costs=costs)
         return self._speculators[name, rule, k]
 
-    def _build(self, name: str, limits: EngineLimits) -> DraftModel:
+    def _build(self, name: str, limits: EngineLimits) -> Drafter:
         target = self._target
         weights, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
         config = EngineConfig(quantization=quantization)
+        assists = weights.config.backbone is not None
+        if assists:
+            config = replace(config, engine=target.engine)
         if name == MTP and not self._native_draft:
             config = replace(config, engine="static")  # the engines of static shapes take no hidden states
         spec = registry.resolve(config, target.device, target.dtype)
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size
+        if assists:
+            assert self._engine is not None
+            engine = registry.build(spec, weights, config, target.device, limits, self._engine)
+            sampler = choose_sampler(target.device)
+            return Assistant(name, engine, self._engine, weights, sampler, target.vocab_size)
         room = limits_of_draft(limits, weights.config)
         owner = self._engine if name == MTP and self._shares else None
         engine = registry.build(spec, weights, config, target.device, room, owner)
@@ -164,7 +173,11 @@ class DraftFactory:
             weights = loaded.take()
             if isinstance(weights, PackedWeights):
                 return weights, weights.quantization
-            if not self._native_draft:
+            if weights.config.backbone is not None:
+                if target.engine not in ("dynamic", "static", "paged", "native"):
+                    raise NanoinferError(f"draft={name!r} reads keys: use engine dynamic, static, paged or native")
+                weights = replace(weights, config=attached(weights.config, target.config, name))
+            if not self._native_draft or (weights.config.backbone is not None and target.engine != "native"):
                 return weights, None
             return weights, "int4" if num_parameters(weights.config) > LARGE_DRAFT else "int8"
         how = name.removeprefix("self:")

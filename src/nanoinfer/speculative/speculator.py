@@ -135,7 +135,7 @@ class Speculator:
         return [replace(r, num_tokens=k) for r, k in zip(requests, chosen, strict=True) if k > 0]
 
     def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
-        return DraftRequest(s, s.token_ids, s.start, num_tokens, s.request.salt, self.rule == "reject")
+        return DraftRequest(s, s.token_ids, s.start, num_tokens, s.request.salt, s.handle, self.rule == "reject")
 
     def learn(
         self,

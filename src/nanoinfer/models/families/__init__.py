@@ -10,6 +10,10 @@ from nanoinfer.models.families.base import Family
 _FILES = ("llama", "gpt2", "mistral", "qwen", "gemma", "olmo", "granite", "deepseek", "hybrid", "mamba")
 
 
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Families of drafts that attend to the keys of another model (`config.Backbone`), which FAMILIES does not list."""
+
+
 class _Families(Mapping[str, Family]):
     """The constants of these files, which are imported one after the other until one has the family."""
 
@@ -24,7 +28,7 @@ class _Families(Mapping[str, Family]):
         raise KeyError(model_type)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(family.model_type for family in self._all()))
+        return iter(dict.fromkeys(f.model_type for f in self._all() if f.model_type not in ASSISTANTS))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.config import Experts, LayerKind, ModelConfig
+from nanoinfer.config import Backbone, Experts, LayerKind, ModelConfig
 from nanoinfer.models.families import experts
 from nanoinfer.models.families.fields import Fields, head_fields, rotated, typed_rope_fields, window_fields
 from nanoinfer.models.families.llama import ATTENTION_BIAS, LLAMA, QK_NORM
+from nanoinfer.models.stored import ChangedTensor
 
 GEMMA = LLAMA.derive(
     "gemma",
@@ -116,7 +117,7 @@ _EXPERT_SIZES = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _read_gemma4(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    if f.integer("vocab_size_per_layer_input", 262144) != config.vocab_size and config.per_layer_dim:
+    if f.integer("vocab_size_per_layer_input", 262144, 0) != config.vocab_size and config.per_layer_dim:
         raise f.error("vocab_size_per_layer_input", f"is not vocab_size={config.vocab_size}: this is not supported")
     f.raw = {**f.raw, "rope_parameters": f.get("rope_parameters") or _ROPES}
     windows = [*f.windows(config.n_layer, f.integer("sliding_window", 512), lambda i: (i + 1) % 6 != 0)[:-1], None]
@@ -132,7 +133,10 @@ def _read_gemma4(f: Fields, config: ModelConfig) -> dict[str, Any]:
         if i < first:
             kinds.append(replace(kind, keys_as_values=k_is_v and windows[i] is None, value_norm=True))
             continue
-        if (of := next((j for j in range(first - 1, -1, -1) if windows[j] == windows[i]), None)) is None:
+        of = next((j for j in range(first - 1, -1, -1) if windows[j] == windows[i]), None)
+        if f.raw["model_type"] == "gemma4_assistant":
+            of = 0  # until its model is known
+        if of is None:
             raise f.error("num_kv_shared_layers", f"leaves no keys and values for layer {i}")
         kinds.append(replace(kind, kv_layer=of, n_inner=2 * config.mlp_dim if wide else None))
     return _with_experts_beside(f, {"layers": tuple(kinds), "embedding_scale": config.n_embd**0.5})
@@ -180,3 +184,37 @@ GEMMA4 = GEMMA3.derive(
 """Gemma 4, text only: per-layer embeddings, shared keys and values, other heads in global layers, experts beside MLPs.
 
 The last layer is global whatever the config has."""
+
+
+def _read_assistant(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    f.raw = {**f.raw, "num_kv_shared_layers": config.n_layer}
+    fields, ordered = _read_gemma4(f, config), f.flag("use_ordered_embeddings", False)
+    width, *groups = map(f.required, ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k"))
+    backbone = Backbone(width, *groups) if ordered else Backbone(width)
+    # Keys are those before the newest token, so that one more is in reach, as in transformers' mask.
+    fields["layers"] = tuple(replace(kind, window=kind.window and kind.window + 1) for kind in fields["layers"])
+    return fields | {"embedding_scale": width**0.5, "logits_softcap": None, "mtp": True, "backbone": backbone}
+
+
+def _with_order(config: ModelConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return an assistant's tensors; the order of its tokens, which are integers, as one of weights."""
+    order = {name: tensor for name, tensor in stored.items() if tensor.dtype == "int64"}
+    return stored | {name: ChangedTensor.of(t, t.shape, lambda ids: ids) for name, t in order.items()}
+
+
+GEMMA4_ASSISTANT = GEMMA4.derive(
+    "gemma4_assistant",
+    "Gemma4AssistantForCausalLM",
+    names={
+        "mtp.c_in": "pre_projection", "assistant.c_out": "post_projection",
+        "assistant.groups": "masked_embedding.centroids", "assistant.order": "masked_embedding.token_ordering",
+    },
+    fixed=GEMMA4.fixed,
+    biases=ATTENTION_BIAS,
+    only={"hidden_size_per_layer_input": (0,), "enable_moe_block": (False,), "use_double_wide_mlp": (False,)},
+    harmless=("text_config", "vocab_size_per_layer_input", "use_bidirectional_attention"),
+    read_layers=_read_assistant,
+    from_stored=_with_order,
+    written=False,
+)  # fmt: skip
+"""The assistant of a Gemma 4, which is a draft alone: its layers have queries, and attend to the model's keys."""

@@ -67,8 +67,9 @@ void read_names(const Settings& given, DecoderShape& shape) {
 // is computed, has released the interpreter lock, so that the others go on. So the calls `f` use no Python object.
 class Guarded {
  public:
-  Guarded(const DecoderShape& shape, const DecoderOptions& options, const Guarded* owner)
-      : decoder_(std::in_place, shape, options, owner ? &*owner->decoder_ : nullptr) {}
+  Guarded(const DecoderShape& shape, const DecoderOptions& options, Guarded* owner)
+      : decoder_(std::in_place, shape, options, owner ? &*owner->decoder_ : nullptr),
+        mutex_(shape.backbone ? owner->mutex_ : own_mutex_) {}  // of the cache that both read
   ~Guarded() {
     const ReleasedGil nogil;  // returning gigabytes to the system takes some 100 ms if they are on small pages
     decoder_.reset();
@@ -98,7 +99,8 @@ class Guarded {
  private:
   std::unordered_map<std::string, Bytes1> kept_;  // panels that the decoder refers to
   std::optional<Decoder> decoder_;
-  ProcessMutex mutex_;
+  ProcessMutex own_mutex_;
+  ProcessMutex& mutex_;
 };
 
 constexpr std::pair<double PartSeconds::*, const char*> kParts[] = {{&PartSeconds::products, "matrix products"},
@@ -260,7 +262,7 @@ void bind_decoder(nb::module_& m) {
       NI_FIELD(latent_turned) NI_FIELD(latent_plain) NI_FIELD(latent_value) NI_FIELD(latent_query_rank)
       NI_FIELD(latent_epsilon) NI_FIELD(attention_scale) NI_FIELD(attention_gate) NI_FIELD(sinks) NI_FIELD(attention_softcap)
       NI_FIELD(logits_softcap) NI_FIELD(windows) NI_FIELD(rotary) NI_FIELD(frequencies) NI_FIELD(rotary_factors)
-      NI_FIELD(recurrence) NI_FIELD(head_rows) NI_FIELD(mtp) NI_FIELD(rule) NI_FIELD(num_states) NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
+      NI_FIELD(recurrence) NI_FIELD(head_rows) NI_FIELD(mtp) NI_FIELD(backbone) NI_FIELD(rule) NI_FIELD(num_states) NI_FIELD(max_num_cached_tokens) NI_FIELD(threads) NI_FIELD(isa) NI_FIELD(packed)
 #undef NI_FIELD
       .def_rw("tie_word_embeddings", &Settings::tied)
       .def_rw("norm", &Settings::norm_name)
@@ -284,7 +286,7 @@ void bind_decoder(nb::module_& m) {
                       "Raises ValueError or IndexError for invalid arguments; the decoder is then unchanged.")
       .def(
           "__init__",
-          [](Guarded* self, const Settings& given, const Guarded* owner) {
+          [](Guarded* self, const Settings& given, Guarded* owner) {
             DecoderShape shape = given;
             DecoderOptions options = given;
             read_names(given, shape);
@@ -297,7 +299,7 @@ void bind_decoder(nb::module_& m) {
             new (self) Guarded(shape, options, owner);
           },
           "options"_a, "owner"_a = nb::none(), nb::keep_alive<1, 3>(),
-          "owner: a loaded decoder whose embedding and output head this one has, too.")
+          "owner: a loaded decoder whose embedding and output head this one has, too; with a backbone, its embedding and cache.")
       .def(
           "load",
           [](Guarded& d, const std::string& name, const Tensor& values, const std::string& dtype) {
@@ -385,9 +387,9 @@ void bind_decoder(nb::module_& m) {
                             std::move(adapters), std::move(copies), std::move(states),
                             previous ? previous->data() : nullptr, all_hidden};
             d.computed([&, rows = previous ? previous->shape(0) : 0, columns = previous ? previous->shape(1) : 0](Decoder& x) {
-              const bool fits = rows == step.token_ids.size() && columns == static_cast<std::size_t>(x.shape().n_embd);
+              const bool fits = rows == step.token_ids.size() && columns == static_cast<std::size_t>(x.shape().source_dim());
               if (previous ? !(x.shape().mtp && fits) : x.shape().mtp)
-                throw std::invalid_argument("previous must be (tokens, n_embd) of a model with mtp, and None of another");
+                throw std::invalid_argument("previous must be (tokens, n_embd or backbone) of a model with mtp, and None of another");
               extend(x, step, logits);
             });
           },
@@ -398,7 +400,7 @@ void bind_decoder(nb::module_& m) {
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows."
           " adapters: that of each sequence, 0: none. copies, states: what nanoinfer.kv.states.StatePool.step returns."
           " all_hidden: whether `hidden` has a row for each token, not only for those with logits. previous:"
-          " of a model with mtp, the hidden state before each token, (tokens, n_embd) float32.")
+          " of a model with mtp, the hidden state before each token, (tokens, n_embd or backbone) float32.")
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd); with all_hidden, of its tokens.")

@@ -49,7 +49,7 @@ void resolve(DecoderShape& s) {
     l.scale = s.attention_scale != 0 ? s.attention_scale : 1.0f / std::sqrt(static_cast<float>(l.head_dim));
 }
 
-void check_layer(const DecoderShape& s, std::int64_t index) {
+void check_layer(const DecoderShape& s, std::int64_t index, const DecoderShape* owner) {
   const LayerShape& l = s.layers[index];
   for (const auto& [name, value] : {std::pair{"n_head", l.n_head}, {"n_kv_head", l.n_kv_head}, {"head_dim", l.head_dim},
                                     {"mlp_dim", l.mlp_dim}})
@@ -66,9 +66,10 @@ void check_layer(const DecoderShape& s, std::int64_t index) {
           "num_projections must be 2 or 3, or 1 of a layer with kv_layer: " + str(l.num_projections));
   require(l.mlp || !s.parallel_residual, "parallel_residual needs an MLP in each layer");
   if (of < 0) return;
-  require(of < index && s.layers[of].kv_layer < 0 && s.layers[of].n_kv_head == l.n_kv_head &&
-              s.layers[of].head_dim == l.head_dim,
-          "kv_layer must be an earlier layer with the same heads of keys: " + str(of));
+  const std::vector<LayerShape>& layers = s.backbone ? owner->layers : s.layers;
+  require(of < (s.backbone ? owner->n_layer : index) && layers[of].kv_layer < 0 && layers[of].attends() &&
+              layers[of].n_kv_head == l.n_kv_head && layers[of].head_dim == l.head_dim,
+          "kv_layer must be an earlier layer, or one of the owner, with the same heads of keys: " + str(of));
 }
 
 void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
@@ -99,7 +100,7 @@ void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
   check_size("the state of a layer", r.num_state());
 }
 
-void check(const DecoderShape& s, const DecoderOptions& o) {
+void check(const DecoderShape& s, const DecoderOptions& o, const DecoderShape* owner) {
   for (const auto& [name, value] : {std::pair{"vocab_size", s.vocab_size}, {"block_size", s.block_size},
                                     {"n_layer", s.n_layer}, {"n_embd", s.n_embd},
                                     {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
@@ -173,7 +174,11 @@ void check(const DecoderShape& s, const DecoderOptions& o) {
   for (const std::vector<float>& f : s.frequencies)
     require(!f.empty(), "frequencies must be at least 1");
   require(s.layers.size() == layers, "layers needs sizes for each layer");
-  for (std::int64_t i = 0; i < s.n_layer; ++i) check_layer(s, i);
+  check_size("backbone", s.backbone, 0);
+  require(!s.backbone || (owner && !owner->latent_rank && s.mtp && s.tied && s.recurrence.rule == Rule::none && !s.latent_rank &&
+                          std::all_of(s.layers.begin(), s.layers.end(), [](const LayerShape& l) { return l.kv_layer >= 0; })),
+          "backbone needs an owner, mtp, tied embeddings, and layers that all have a kv_layer");
+  for (std::int64_t i = 0; i < s.n_layer; ++i) check_layer(s, i, owner);
 }
 
 std::vector<LayerHeads> heads_of(const DecoderShape& s) {
@@ -184,9 +189,9 @@ std::vector<LayerHeads> heads_of(const DecoderShape& s) {
 }
 
 // The weights of a model before they are added. Throws std::invalid_argument for sizes out of range.
-ModelWeights weights_of(DecoderShape shape, const DecoderOptions& options) {
+ModelWeights weights_of(DecoderShape shape, const DecoderOptions& options, const DecoderShape* owner) {
   resolve(shape);
-  check(shape, options);
+  check(shape, options, owner);
   ModelWeights weights;
   weights.shape = std::move(shape);
   weights.type = options.weights;
@@ -195,11 +200,13 @@ ModelWeights weights_of(DecoderShape shape, const DecoderOptions& options) {
 
 }  // namespace
 
-Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, const Decoder* owner)
+Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, Decoder* owner)
     : formats_(options.formats),
-      model_(weights_of(given, options)),
+      model_(weights_of(given, options, owner ? &owner->shape() : nullptr)),
       kernels_(kernels_for(options.isa)),
-      cache_(options.cache, heads_of(model_.shape), (options.max_num_cached_tokens + kBlock - 1) / kBlock),
+      own_cache_(options.cache, model_.shape.backbone ? std::vector<LayerHeads>() : heads_of(model_.shape),
+                 (options.max_num_cached_tokens + kBlock - 1) / kBlock),
+      cache_(model_.shape.backbone ? owner->cache_ : own_cache_),
       threads_(ThreadPool::shared(options.threads)),
       pass_(model_, kernels_, cache_, options.threads, options.num_states) {
   const DecoderShape& shape = model_.shape;
@@ -207,10 +214,14 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, const
   model_.layers.resize(shape.n_layer);
   if (owner) {
     const DecoderShape& other = owner->model_.shape;
-    require(other.vocab_size == shape.vocab_size && other.n_embd == C && other.tied == shape.tied,
-            "the owner of the embedding must have the same vocab_size, n_embd and tied");
+    require(other.vocab_size == shape.vocab_size && other.n_embd == shape.source_dim() && (shape.backbone || other.tied == shape.tied),
+            "the owner of the embedding must have the same vocab_size, tied, and n_embd or backbone");
     model_.wte = owner->model_.wte;
-    model_.lm_head = owner->model_.lm_head;
+    if (shape.backbone) {
+      add_matrix("transformer.wte", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
+    } else {
+      model_.lm_head = owner->model_.lm_head;
+    }
   } else {
     add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
   }
@@ -221,9 +232,9 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options, const
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
   if (shape.per_layer_dim) add_layer_inputs();
   if (shape.mtp) {
-    add_norm("transformer.mtp.norm_e", model_.mtp_e, C);
-    add_norm("transformer.mtp.norm_h", model_.mtp_h, C);
-    add_matrix("transformer.mtp.c_in", model_.mtp_in, C, 2 * C, /*with_bias=*/false);
+    if (!shape.backbone) add_norm("transformer.mtp.norm_e", model_.mtp_e, C);
+    if (!shape.backbone) add_norm("transformer.mtp.norm_h", model_.mtp_h, C);
+    add_matrix("transformer.mtp.c_in", model_.mtp_in, C, 2 * shape.source_dim(), /*with_bias=*/false);
   }
   for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", i);
   add_norm("transformer.ln_f", model_.ln_f, C);
@@ -483,12 +494,14 @@ std::int64_t Decoder::check(const Step& s) const {
     if (more < 1 || s.num_logits[i] < 0 || s.num_logits[i] > more)
       throw std::invalid_argument("sequence " + str(handle) + ": num_new=" + str(more) + ", num_logits=" +
                                   str(s.num_logits[i]) + ": num_new must be >= 1, and num_logits in [0, num_new]");
+    if (model_.shape.backbone && (more != 1 || have < 1))
+      throw std::invalid_argument("sequence " + str(handle) + ": a step with a backbone is one token after others");
     if (more > model_.shape.block_size - have)
       throw std::out_of_range("sequence " + str(handle) + ": " + str(have) + " tokens and " + str(more) +
                               " new ones exceed the context length " + str(model_.shape.block_size));
     total += more;
     logits += s.num_logits[i];
-    blocks += cache_.blocks_needed(handle, more);
+    if (!model_.shape.backbone) blocks += cache_.blocks_needed(handle, more);
   }
   if (total != static_cast<std::int64_t>(s.token_ids.size()))
     throw std::invalid_argument("num_new adds up to " + str(total) + ", but there are " + str(s.token_ids.size()) +
@@ -541,8 +554,8 @@ void Decoder::extend(const Step& step, float* logits) {
       row.empty = j == 0 && empty.count(row.state);
     }
     for (std::int64_t j = 0; j < n && step.previous; ++j)
-      rows[rows.size() - n + j].previous = step.previous + (rows.size() - n + j) * model_.shape.n_embd;
-    cache_.append(step.handles[i], n);  // no other code advances positions
+      rows[rows.size() - n + j].previous = step.previous + (rows.size() - n + j) * model_.shape.source_dim();
+    if (!model_.shape.backbone) cache_.append(step.handles[i], n);  // no other code advances positions
   }
   pass_.run(threads, rows, logits, logits_stride());
 }

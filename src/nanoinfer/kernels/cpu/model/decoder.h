@@ -35,7 +35,7 @@ struct Step {
   // Of a model with recurrent layers (nanoinfer.kv.states.StatePool.step): rows of states to copy before, from and to, where row
   // 0 is that of an empty sequence; and each sequence's row, and the tokens that are pending in it.
   std::vector<std::pair<std::int64_t, std::int64_t>> copies, states;
-  const float* previous = nullptr;  // of a model with `mtp`: (token_ids, n_embd)
+  const float* previous = nullptr;  // of a model with `mtp`: (token_ids, source_dim)
   bool all_hidden = false;  // whether all tokens have a row of final hidden states, or those with logits
 };
 
@@ -43,7 +43,8 @@ class Decoder {
  public:
   // Throws std::invalid_argument for sizes out of range, std::bad_alloc, and std::runtime_error if the threads cannot be
   // created. The embedding and the output head are those of `owner`, which is loaded and must outlive the decoder; nullptr: its own.
-  Decoder(const DecoderShape& given, const DecoderOptions& options, const Decoder* owner = nullptr);
+  // With a backbone, the embedding and the cache are those of the owner: handles are its handles, and steps append nothing.
+  Decoder(const DecoderShape& given, const DecoderOptions& options, Decoder* owner = nullptr);
 
   // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). Parts of a
   // matrix after the first have names with their numbers ("...c_attn.weight:1"). A matrix is packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
@@ -123,7 +124,8 @@ class Decoder {
   Buffer panels_;   // none if they are packed already
   Buffer vectors_;  // biases and scales
   std::size_t panel_bytes_ = 0, router_bytes_ = 0, vector_floats_ = 0;  // vectors_: the biases of all matrices, then the scales
-  Cache cache_;
+  Cache own_cache_;
+  Cache& cache_;    // own_cache_, or the owner's
   std::shared_ptr<ThreadPool> threads_;
   ForwardPass pass_;
 };

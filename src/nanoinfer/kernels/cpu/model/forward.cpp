@@ -49,7 +49,7 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   qkv_stride_ = row_stride(qkv_dim);
   attended_stride_ = row_stride(std::max(attn_dim, s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = row_stride(mlp_dim);
-  const std::int64_t in = std::max({(1 + s.mtp) * s.n_embd, attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
+  const std::int64_t in = std::max({s.n_embd, s.mtp * 2 * s.source_dim(), attn_dim, mlp_dim, s.latent_query_rank});  // inputs of a product, at most
   input_stride_ = padded(in);
   scratch_stride_ = padded(std::max(attention_scratch(most_head_dim_, kQueryChunk * group), in));
   angle_stride_ = 0;
@@ -205,12 +205,12 @@ void ForwardPass::select_runs() {
   if (most_kv_heads_ == 0) return;
   const std::int64_t wanted = kItems * num_threads_;
   const std::int64_t chunk = std::clamp(num_rows_ * most_kv_heads_ / wanted, kLeastQueryChunk, kQueryChunk);
-  const auto pieces_of = [this](const Run& run) { return (rows_[run.row + run.count - 1].position + kPiece) / kPiece; };
+  const auto pieces_of = [this](const Run& run) { return (last_key(run.row + run.count - 1) + kPiece) / kPiece; };
   std::int64_t total = 0;
   for (std::int64_t from = 0; from < num_rows_;) {
     std::int64_t to = from;
     while (to < num_rows_ && to - from < chunk && rows_[to].handle == rows_[from].handle)
-      block_of_.push_back(cache_.block(rows_[to].handle, rows_[to].position)), ++to;
+      block_of_.push_back(cache_.block(rows_[to].handle, last_key(to))), ++to;
     runs_.push_back({cache_.blocks(rows_[from].handle).data(), from, to - from, 0});
     total += most_kv_heads_ * pieces_of(runs_.back());
     from = to;
@@ -266,8 +266,8 @@ void ForwardPass::embed() {
 void ForwardPass::embed_row(std::int64_t r) const {
   const DecoderShape& s = model_.shape;
   float* x = x_ + r * x_stride_;
-  unpack_row(model_.wte, rows_[r].token, x);
-  if (s.embedding_scale != 1)
+  if (!s.backbone) unpack_row(model_.wte, rows_[r].token, x);
+  if (!s.backbone && s.embedding_scale != 1)
     for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] *= s.embedding_scale;
   if (s.learned_positions) {
     const float* position = model_.wpe.data() + rows_[r].position * s.n_embd;
@@ -286,13 +286,19 @@ void ForwardPass::embed_row(std::int64_t r) const {
 }
 
 // The input of a block that predicts a further token: a product of its token's embedding and of the hidden state before, each after
-// a norm.
+// a norm; with a backbone, of both as they are.
 void ForwardPass::join_previous() {
   add_rows(&PartSeconds::others, [this](int rank, std::int64_t r) {
-    const std::int64_t C = model_.shape.n_embd;
+    const std::int64_t C = model_.shape.source_dim();
     float* y = scratch_ + rank * scratch_stride_;
-    norm(model_.mtp_e, x_ + r * x_stride_, C, y);
-    norm(model_.mtp_h, rows_[r].previous, C, y + C);
+    if (model_.shape.backbone) {
+      unpack_row(model_.wte, rows_[r].token, y);
+      for (std::int64_t i = 0; i < C; ++i) y[i] *= model_.shape.embedding_scale;
+      std::copy_n(rows_[r].previous, C, y + C);
+    } else {
+      norm(model_.mtp_e, x_ + r * x_stride_, C, y);
+      norm(model_.mtp_h, rows_[r].previous, C, y + C);
+    }
     prepare_row(y, model_.mtp_in, rank, r);
   });
   multiply(model_.mtp_in, x_, x_stride_, Epilogue::store);
@@ -622,8 +628,8 @@ void ForwardPass::attend_item(std::int64_t layer, const Item& item, std::int64_t
   const AttentionTask task{.type = cache_.type(),
                            .head_dim = l.head_dim,
                            .blocks = run.blocks,
-                           .offset = cache_.offset(layer, head),
-                           .start = rows_[run.row].position,
+                           .offset = cache_.offset(l.kv_layer < 0 ? layer : l.kv_layer, head),
+                           .start = last_key(run.row),
                            .num_tokens = run.count,
                            .group = group,
                            .window = s.windows[layer] ? s.windows[layer] : s.block_size,

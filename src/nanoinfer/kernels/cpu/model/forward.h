@@ -108,6 +108,9 @@ struct DecoderShape {
   StateShape recurrence;              // of the recurrent layers
   std::int64_t head_rows = 0;         // of the output head that are multiplied, the first ones; 0: all
   bool mtp = false;                   // the input is a product of an embedding and a hidden state (models/layers.py, MTPInput)
+  // Of another decoder, the owner: the width of its embedding and its hidden states, with `mtp`. All layers then attend to keys of
+  // the owner, and `kv_layer` are layers of it. 0: there is no other.
+  std::int64_t backbone = 0;
 
   // Latent attention (latent.h), in all layers: head_dim is latent_turned + latent_rank, and n_kv_head is 1.
   std::int64_t latent_rank = 0;       // width of the latent of keys and values, 0: there is none
@@ -116,6 +119,7 @@ struct DecoderShape {
   std::int64_t latent_query_rank = 0;  // width of the latent of queries, 0: they are a product of x
   float latent_epsilon = 1e-6f;       // of the norms of latents
 
+  std::int64_t source_dim() const { return backbone ? backbone : n_embd; }  // of the embedding and of hidden states before
   std::int64_t query_dim() const { return latent_plain + latent_turned; }
   std::int64_t down_dim() const { return (latent_query_rank ? latent_query_rank : n_head * query_dim()) + head_dim; }
   std::int64_t values_dim() const { return n_head * latent_value; }  // inputs of c_proj
@@ -165,7 +169,7 @@ struct ModelWeights {
   NormWeights value_norm;          // ones and zeros, where a layer normalises values
   Matrix inputs_wte{}, inputs_in{};  // per-layer embeddings: (vocab_size * n_layer, per_layer_dim), (n_layer * per_layer_dim, C)
   NormWeights inputs_norm;
-  Matrix mtp_in{};                   // (C, 2 C), of a model with `mtp`
+  Matrix mtp_in{};                   // (C, 2 source_dim), of a model with `mtp`
   NormWeights mtp_e, mtp_h;          // of its embeddings and of the hidden states
   std::vector<LayerWeights> layers;
 };
@@ -179,7 +183,7 @@ struct Row {
   std::int64_t num_pending = 0;  // tokens to apply to the states before this one
   bool few = false;          // whether the sequence has at most kMaxPending new tokens
   bool empty = false;        // whether its row of states has not been written: it counts as zeros
-  const float* previous = nullptr;  // of a model with `mtp`: (n_embd)
+  const float* previous = nullptr;  // of a model with `mtp`: (source_dim)
 };
 
 // Seconds spent in each part of the model since the decoder was created.
@@ -241,6 +245,8 @@ class ForwardPass {
   };
   void select(const Row* rows, std::int64_t count);
   void select_runs();
+  // The last position that a row attends to: its own, or that before it, whose token is the last in the cache of an owner.
+  std::int64_t last_key(std::int64_t row) const { return rows_[row].position - (model_.shape.backbone > 0); }
   std::int64_t layers_with_keys() const;
   std::int64_t keep_rows_with_hidden(ThreadPool& threads, const Row* rows, std::int64_t count);
   // Each of these adds phases to the step, which are processed in the order in which they were added.
