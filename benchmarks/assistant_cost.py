@@ -2,8 +2,8 @@
 
     python benchmarks/assistant_cost.py --quantization int8 --context 512
 
-The target has 12 layers of 1,024, a quarter of them global, and a vocabulary of 65,536; the assistant has 4 layers of
-256, and 512 groups of tokens or a plain head. The weights are random, so that only times are measured: medians of
+The target has 8 layers of 1,024, a quarter of them global, and a vocabulary of 262,144; the assistant has 4 layers of
+256, and 2,048 groups of tokens or a plain head. The weights are random, so that only times are measured: medians of
 interleaved rounds.
 """
 
@@ -28,8 +28,8 @@ from nanoinfer.utils.arrays import HostTensor
 NEAR = LayerKind(512, Rotary(256), scaled=True, value_norm=True)
 FAR = LayerKind(None, Rotary(512, 1e6), head_size=512, scaled=True, value_norm=True)
 TARGET = ModelConfig(
-    vocab_size=65536, block_size=8192, n_layer=12, n_head=4, n_embd=1024, n_inner=4096, num_kv_heads=1, head_size=256,
-    layers=(NEAR, NEAR, NEAR, FAR) * 3, bias=False, activation="gelu_new", norm="rms", norm_placement="both",
+    vocab_size=262144, block_size=8192, n_layer=8, n_head=4, n_embd=1024, n_inner=4096, num_kv_heads=1, head_size=256,
+    layers=(NEAR, NEAR, NEAR, FAR) * 2, bias=False, activation="gelu_new", norm="rms", norm_placement="both",
     qk_norm="head", gated_mlp=True, attention_scale=1.0, embedding_scale=32.0, learned_positions=False,
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ def main() -> None:
     weights = Weights(TARGET, "float32", lambda: initialize(TARGET, 0))
     target = registry.build(spec, weights, config, "cpu", limits)
     drafts = {}
-    for groups in (512, 0):
+    for groups in (2048, 0):
         weights = assistant_weights(groups)
         engine = registry.build(spec, weights, EngineConfig(quantization="int8"), "cpu", limits, target)
         drafts[groups] = Assistant("assistant", engine, target, weights, choose_sampler("cpu"), TARGET.vocab_size)

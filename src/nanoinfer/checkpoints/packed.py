@@ -310,6 +310,8 @@ def write_folder(
     Raises:
         NanoinferError: the folder contains files or cannot be written.
     """
+    if weights.config.backbone is not None:
+        raise NanoinferError("an assistant cannot be packed: use its folder as draft")
     if format in QUANTIZATIONS:
         weights = replace(weights, block_formats=Weights.formats(weights, format))
     files = [(FILE, weights, pieces(weights.config, format, weights.block_formats), format)]

@@ -128,9 +128,9 @@ class Assistant(Drafter):
         groups = np.argpartition(hidden @ self._vectors.T, -self._scored)[:, -self._scored :]
         logits = np.empty((len(hidden), self._tokens.size), np.float32)
         for row, h, chosen in zip(logits, hidden, groups, strict=True):
-            scores = self._embedding[chosen] @ h  # (scored groups, tokens of a group)
+            scores = self._embedding[chosen].reshape(-1, len(h)) @ h  # one product of a matrix: faster than several
             row.fill(scores.min() - 1.0)
-            row[self._tokens[chosen]] = scores
+            row[self._tokens[chosen].reshape(-1)] = scores
         return logits
 
     def _measured(self) -> StepTimes:
