@@ -346,9 +346,14 @@ class Engine:
             for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
                 self._lengths[handle] += num_new
 
+    @property
+    def lengths(self) -> dict[Handle, int]:
+        """The number of tokens in the cache of each open sequence. It follows the engine; do not modify."""
+        return self._lengths
+
     def borrow(self, owner: Engine) -> None:
         """Let the engine of an assistant have the sequences of its model's: steps of one token each append nothing."""
-        self._lengths, self._adapter_of = owner._lengths, defaultdict(int)  # no adapter is for an assistant
+        self._lengths, self._adapter_of = owner.lengths, defaultdict(int)  # no adapter is for an assistant
 
     def _check(self, batch: StepBatch) -> None:
         """Raise NanoinferError if the batch is invalid. Called before the engine's state changes."""

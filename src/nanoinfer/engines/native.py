@@ -80,7 +80,7 @@ class NativeEngine(Engine):
             ) from None
         self._handles: dict[Handle, int] = {}
         if self.config.backbone is not None and owner is not None:
-            self._handles = owner._handles
+            self._handles = owner.decoder_handles
             self.borrow(owner)
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_hidden = 0  # rows that the last step keeps
@@ -105,6 +105,11 @@ class NativeEngine(Engine):
                     del part
                 del tensor  # before the next one is read
         self._decoder.check_loaded()
+
+    @property
+    def decoder_handles(self) -> dict[Handle, int]:
+        """The decoder's handle of each open sequence. It follows the engine; do not modify."""
+        return self._handles
 
     @property
     def isa(self) -> str:
