@@ -85,11 +85,18 @@ class OutputProcessor:
         """Return a request's output so far; finish_reason is None for unfinished sequences."""
         outputs = [
             CompletionOutput(
-                i, s.text.text, list(s.output_token_ids), s.finish_reason, s.stop_reason, logprobs_of(s), s.error,
-                _cumulative(s), accepted(s, 0, s.num_output_tokens),
+                i,
+                s.text.text,
+                list(s.output_token_ids),
+                s.finish_reason,
+                s.stop_reason,
+                logprobs_of(s),
+                s.error,
+                _cumulative(s),
+                accepted(s, 0, s.num_output_tokens),
             )
             for i, s in enumerate(_returned(request))
-        ]  # fmt: skip
+        ]
         lengths = [s.num_output_tokens for s in request.sequences]
         return assemble(request, outputs, lengths, request.speculation, self._clock())
 
@@ -118,10 +125,16 @@ def assemble(
         request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(
-        request.request_id if request_id is None else request_id, request.prompt, request.prompt_token_ids, outputs,
-        request.seed, request.num_dropped_tokens, _metrics(request, lengths, stats, now), request.prompt_logprobs,
+        request.request_id if request_id is None else request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        outputs,
+        request.seed,
+        request.num_dropped_tokens,
+        _metrics(request, lengths, stats, now),
+        request.prompt_logprobs,
         request.num_cached_tokens,
-    )  # fmt: skip
+    )
 
 
 def _returned(request: Request) -> list[Sequence]:

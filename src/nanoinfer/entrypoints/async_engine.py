@@ -159,10 +159,15 @@ def _completion(s: Sequence, received: _Received, output_kind: str) -> Completio
         token_ids, values = s.token_ids[first : first + end], values[:end]
         total = sum(logprobs[token].logprob for token, logprobs in zip(token_ids, values, strict=True))
     return CompletionOutput(
-        s.sample_index, text, s.token_ids[first + at : first + end], received.finish_reason,
-        s.stop_reason if received.finish_reason is not None else None, None if values is None else values[at:],
-        cumulative_logprob=total, draft_accepted=request_outputs.accepted(s, at, end),
-    )  # fmt: skip
+        s.sample_index,
+        text,
+        s.token_ids[first + at : first + end],
+        received.finish_reason,
+        s.stop_reason if received.finish_reason is not None else None,
+        None if values is None else values[at:],
+        cumulative_logprob=total,
+        draft_accepted=request_outputs.accepted(s, at, end),
+    )
 
 
 Item = Delta | RequestOutput | Exception

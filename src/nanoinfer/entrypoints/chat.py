@@ -162,9 +162,16 @@ def chat_prompt(
 
     def make_grammar() -> StructuredOutputsParams | None:
         return to_grammar(
-            format, tools, choice, parallel=options.parallel_tool_calls, answer=answer, in_reasoning=in_reasoning,
-            thinking_budget=budget, special_tokens=formatter.special_tokens, released=formatter.released_tools,
-        )  # fmt: skip
+            format,
+            tools,
+            choice,
+            parallel=options.parallel_tool_calls,
+            answer=answer,
+            in_reasoning=in_reasoning,
+            thinking_budget=budget,
+            special_tokens=formatter.special_tokens,
+            released=formatter.released_tools,
+        )
 
     grammar = make_grammar()
     free = choice in ("none", "auto") and answer is None and budget is None
