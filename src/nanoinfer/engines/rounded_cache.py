@@ -31,10 +31,11 @@ def round_cache(model: Transformer, cache_dtype: str) -> None:
             f"kv_cache_dtype={cache_dtype!r}: only the engine native has latents in few bits: leave it out"
         )
     for layer in model.config.kv_layers:
-        model.blocks[layer].attn.register_forward_pre_hook(partial(_round_new, cache_dtype))
+        H = hadamard(model.config.at(layer).head_dim).to(model.lm_head.weight.device)
+        model.blocks[layer].attn.register_forward_pre_hook(partial(_round_new, cache_dtype, H))
 
 
-def _round_new(cache_dtype: str, module: nn.Module, args: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _round_new(cache_dtype: str, H: Tensor, module: nn.Module, args: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     """Change the arguments (x, attend, rotation) of an attention layer."""
     x, attend, rotation = args
     both = isinstance(attend, tuple)
@@ -42,15 +43,18 @@ def _round_new(cache_dtype: str, module: nn.Module, args: tuple[Any, Any, Any]) 
 
     def rounding(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is not None and v is not None:
-            k, v = (rounded(k, KEY_BITS), rounded(v, VALUE_BITS)) if cache_dtype == "int4" else (rounded(k), rounded(v))
+            bits = (KEY_BITS, VALUE_BITS) if cache_dtype == "int4" else (None, None)
+            k, v = rounded(k, H, bits[0]), rounded(v, H, bits[1])
         return store_and_attend(q, k, v)  # type: ignore[no-any-return]
 
     return x, (rounding, *attend[1:]) if both else rounding, rotation
 
 
-def rounded(x: Tensor, bits: int | None = None) -> Tensor:
-    """Return heads, (..., D), rounded to 8 bits with a float32 scale, or to fewer with a bfloat16 scale and offset."""
-    H = hadamard(x.shape[-1]).to(x.device)
+def rounded(x: Tensor, H: Tensor, bits: int | None) -> Tensor:
+    """Return heads, (..., D), rounded to 8 bits with a float32 scale, or to fewer with a bfloat16 scale and offset.
+
+    H: of `hadamard`, for D.
+    """
     y = _turned(x.float(), H)
     if bits is None:
         scale = (y.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
