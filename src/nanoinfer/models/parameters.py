@@ -100,7 +100,16 @@ def _recurrent_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     """Return the parameters of a recurrent layer, whose names begin with `name`."""
     state = config.recurrence
     assert state is not None
-    parameters = {f"{name}.{part}": shape for part, shape in recurrent_vectors(config).items()}
+    vectors: Shapes = {"conv": (state.num_channels, state.taps)}
+    if state.bias:
+        vectors["conv_bias"] = (state.num_channels,)
+    if state.rule != "conv":
+        vectors |= dict.fromkeys(("a_log", "dt_bias"), (state.num_heads,))
+    if state.rule == "mamba2":
+        vectors["skip_scale"] = (state.num_heads,)
+    if state.rule != "conv" and state.norm_groups:
+        vectors["norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
+    parameters = {f"{name}.{part}": shape for part, shape in vectors.items()}
     matrices = {"c_attn": (sum(config.qkv_widths(layer)), config.n_embd), "c_proj": (config.n_embd, state.inner_dim)}
     if config.layer(layer).beside:
         matrices |= {"c_proj": (config.n_embd, config.attn_dim), "state_proj": matrices["c_proj"]}
@@ -108,22 +117,6 @@ def _recurrent_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
         parameters[f"{name}.{part}.weight"] = shape
         if state.projection_bias:
             parameters[f"{name}.{part}.bias"] = shape[:1]
-    return parameters
-
-
-def recurrent_vectors(config: ModelConfig) -> Shapes:
-    """Return the parameters of a recurrent layer that are no products with tokens."""
-    state = config.recurrence
-    assert state is not None
-    parameters: Shapes = {"conv": (state.num_channels, state.taps)}
-    if state.bias:
-        parameters["conv_bias"] = (state.num_channels,)
-    if state.rule != "conv":
-        parameters |= dict.fromkeys(("a_log", "dt_bias"), (state.num_heads,))
-    if state.rule == "mamba2":
-        parameters["skip_scale"] = (state.num_heads,)
-    if state.rule != "conv" and state.norm_groups:
-        parameters["norm_scale"] = (state.value_dim if state.rule == "delta" else state.inner_dim,)
     return parameters
 
 

@@ -33,10 +33,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any, NamedTuple
 
-from nanoinfer.config import LayerKind, ModelConfig
+from nanoinfer.checkpoints.weights import has_format
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.parameters import recurrent_vectors
+from nanoinfer.models.parameters import CORRECTION, LAYER, Shapes, shapes
 from nanoinfer.roofline.formats import WeightFormat
 
 
@@ -216,123 +218,76 @@ def _step(
         reach: window -> the window of the new tokens together.
         logits: rows of logits.
     """
-    C, V, s = config.n_embd, config.vocab_size, fmt.vector_bytes
+    C, V, s, mixture = config.n_embd, config.vocab_size, fmt.vector_bytes, config.experts
+    kinds: dict[tuple[Any, ...], list[int]] = {}  # layers by what they cost
+    for i, weights in enumerate(_layer_weights(config, fmt)):
+        kind, at = config.layer(i), config.at(i)
+        key = kind.window or 0, *weights, at.attn_dim, at.kv_dim, kind.attends, kind.recurrent
+        kinds.setdefault(key, []).append(i)
+    layers = []
+    for key in sorted(kinds, key=lambda key: (key[0] == 0, *key), reverse=True):
+        window, attention, mlp, *_, attends, recurrent = key
+        at = config.at(kinds[key][0])
+        of_attention, of_mlp = (
+            Cost(tokens * (2 * w.products), Poly.of({(0, 0): w.num_bytes})) for w in (attention, mlp)
+        )
+        if attends:  # q k^T and scores v: 2 products over all heads
+            of_attention += Cost(products(window) * (2 * at.attn_dim), kv_cache_layer(at, fmt, reach(window)))
+        if recurrent:
+            of_attention += Cost(tokens * _state_products(config), state_layer(config))
+        if mixture is not None and mlp.expert_bytes:
+            chosen = Chosen(mixture.count, mixture.per_token, tokens, mlp.expert_bytes)
+            of_mlp += Cost(Poly(), Poly(chosen=(chosen,)))
+        layers.append((of_attention, of_mlp, len(kinds[key])))
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    kinds: dict[tuple[int, ...], list[int]] = {}  # layers by what they cost
-    for i in range(config.n_layer):
-        sizes = (*config.qkv_widths(i), config.at(i).kv_dim, config.at(i).mlp_dim, config.layer(i).recurrent)
-        kinds.setdefault((config.layer(i).window or 0, *_layer_weights(config, fmt, i), *sizes), []).append(i)
-
-    def experts(num_bytes: int) -> Poly:
-        """Return the bytes of a layer's chosen experts, of which one has `num_bytes`, 0 in a layer without."""
-        mixture = config.experts
-        if mixture is None or not num_bytes:
-            return Poly()
-        return Poly(chosen=(Chosen(mixture.count, mixture.per_token, tokens, num_bytes),))
-
-    layers = tuple(
-        (
-            Cost(
-                tokens * (2 * sum(rows * columns for _, rows, columns in _attention_matrices(config, of[0])))
-                # q k^T and scores v: 2 products over all heads
-                + (products(w) * (2 * config.at(of[0]).attn_dim) if config.layer(of[0]).attends else Poly())
-                + (tokens * _state_products(config) if config.layer(of[0]).recurrent else Poly()),
-                Poly.of({(0, 0): attention})
-                + (kv_cache_layer(config.at(of[0]), fmt, reach(w)) if config.layer(of[0]).attends else Poly())
-                + (state_layer(config) if config.layer(of[0]).recurrent else Poly()),
-            ),
-            Cost(
-                tokens * (2 * _mlp_weights(config.at(of[0]), config.layer(of[0]), expert > 0)),
-                Poly.of({(0, 0): mlp}) + experts(expert),
-            ),
-            len(of),
-        )
-        for (w, attention, mlp, expert, *_), of in sorted(
-            kinds.items(), key=lambda kind: (kind[0][0] == 0, *kind[0]), reverse=True
-        )
-    )
     head_norms = 2 if config.embedding_norm else 1
     head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
     vectors = head_norms * norm * C + config.head_bias * V + norm * config.per_layer_dim
     head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + vectors * s}))
-    return StepCost(layers, head)
+    return StepCost(tuple(layers), head)
 
 
-def _attention_matrices(config: ModelConfig, layer: int) -> list[tuple[str, int, int]]:
-    """Return the matrices of a layer's attention: name, rows, columns."""
-    C, H, latent = config.n_embd, config.n_head, config.latent
-    qkv = ("attn.c_attn", sum(config.qkv_widths(layer)), C)
-    if (state := config.recurrence) is not None and config.layer(layer).beside:
-        return [qkv, ("attn.c_proj", C, config.attn_dim), ("attn.state_proj", C, state.inner_dim)]
-    if state is not None and config.layer(layer).recurrent:
-        return [qkv, ("attn.c_proj", C, state.inner_dim)]
-    if latent is None:
-        return [qkv, ("attn.c_proj", C, config.at(layer).attn_dim)]
-    q_b = [("attn.q_b", H * latent.query_dim, latent.query_rank)] if latent.query_rank else []
-    kv = [("attn.k_b", H * latent.rank, latent.plain_dim), ("attn.v_b", H * latent.value_dim, latent.rank)]
-    return [qkv, *q_b, *kv, ("attn.c_proj", C, H * latent.value_dim)]
+class _Weights(NamedTuple):
+    """The weights of a layer's attention or of its MLP, with their norms."""
+
+    num_bytes: int
+    """Bytes of those that all tokens read."""
+    expert_bytes: int
+    """Bytes of one expert."""
+    products: int
+    """Number of weights with which a token is multiplied."""
 
 
-def _mlp_weights(config: ModelConfig, kind: LayerKind, mixed: bool) -> int:
-    """Return the number of weights with which an MLP multiplies a token, or a mixture of experts if `mixed`.
+def _layer_weights(config: ModelConfig, fmt: WeightFormat) -> list[tuple[_Weights, _Weights]]:
+    """Return the weights of attention and MLP of each layer.
 
-    The products of per-layer embeddings count here: making a layer's input, the gate, and the one after it.
+    The products of per-layer embeddings are the MLP's: making a layer's input, the gate, and the one after it.
     """
-    C, experts, inputs = config.n_embd, config.experts, 3 * config.n_embd * config.per_layer_dim
-    if not mixed or experts is None:
-        return kind.mlp * C * config.mlp_dim * (3 if config.gated_mlp else 2) + inputs
-    width = experts.per_token * experts.width + (config.mlp_dim if experts.beside else experts.shared_width)
-    return 3 * C * width + C * experts.count + C * experts.shared_gate + inputs
+    tensors: list[tuple[Shapes, Shapes]] = [({}, {}) for _ in range(config.n_layer)]
+    for name, shape in shapes(config).items():
+        if (layer := LAYER.match(name)) is not None:
+            is_mlp = not name.startswith(("ln_1.", "attn.", "post_1."), layer.end())
+            tensors[int(layer[1])][is_mlp][name] = shape
+    c_in = {"transformer.per_layer.c_in.weight": (config.per_layer_dim, config.n_embd)}  # of its rows, those of a layer
+    return [
+        (_weights(config, fmt, attention), _weights(config, fmt, mlp | (c_in if config.per_layer_dim else {})))
+        for attention, mlp in tensors
+    ]
 
 
-def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int, int]:
-    """Return the bytes of the weights of a layer's attention and of its MLP, with their norms, and of one expert.
-
-    The MLP of a layer with experts is what all tokens take: the router, in float32 with quantized weights, and the
-    shared expert or the MLP beside them.
-    """
-    at, C, s = config.at(layer), config.n_embd, fmt.vector_bytes
-    F, A, widths = at.mlp_dim, at.attn_dim, config.qkv_widths(layer)
-
-    def matrix(name: str, rows: int, columns: int) -> int:
-        return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
-
-    norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    of_mlp = sum(name in ("ln_2", "post_2") for name in config.block_norms(config.layer(layer)))
-    of_attention = len(config.block_norms(config.layer(layer))) - of_mlp
-    qk_norm = {"head": len(widths[:2]) * at.head_dim, "whole": sum(widths[:2])}.get(config.qk_norm, 0)
-    if (latent := config.latent) is not None:
-        qk_norm = latent.query_rank + latent.rank
-    recurrent = config.layer(layer).recurrent
-    if recurrent:
-        qk_norm = sum(math.prod(shape) for shape in recurrent_vectors(config).values())
-    qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    if recurrent and config.recurrence is not None:
-        qkv = proj = int(config.recurrence.projection_bias)
-    vectors = qkv * sum(widths) + proj * C + norm * (of_attention * C + config.sub_norms * A)
-    vectors += qk_norm * (1 if recurrent else norm)
-    vectors += config.sinks * at.n_head + (sum(widths[:2]) if config.qk_norm == "heads" else 0)
-    attention = sum(matrix(*of) for of in _attention_matrices(config, layer)) + vectors * s
-    norms = norm * of_mlp * C * s + config.layer(layer).scaled * s
-    if P := config.per_layer_dim:
-        inputs = fmt.of("transformer.per_layer.c_in.weight").matrix_bytes(P, C)  # of c_in's rows, this layer's
-        norms += inputs + matrix("after.c_gate", P, C) + matrix("after.c_proj", C, P) + norm * C * s
-    if config.layer(layer).experts and config.experts is not None:
-        E, D, beside = config.experts.count, config.experts.width, config.experts.beside
-        S = F if beside else config.experts.shared_width
-        of_all = matrix("mlp.experts.c_proj", E * C, D)
-        of_all += sum(matrix(f"mlp.experts.{name}", E * D, C) for name in ("c_gate", "c_fc"))
-        shared = sum(matrix(f"mlp.shared.{name}", S, C) for name in ("c_gate", "c_fc"))
-        shared += matrix("mlp.shared.c_proj", C, S) if S else 0
-        router = E * (C + config.experts.bias) + config.experts.shared_gate * C
-        shared += router * s + E * config.experts.correction * 4 + beside * (4 * norm * C + C + E) * s
-        return attention, norms + shared, of_all // E + config.experts.bias * (2 * D + C) * s
-    if not config.layer(layer).mlp:
-        return attention, norms, 0
-    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + bias * (F + C) * s
-    if config.gated_mlp:
-        mlp += matrix("mlp.c_gate", F, C) + bias * F * s
-    return attention, norms + mlp + norm * config.sub_norms * F * s, 0
+def _weights(config: ModelConfig, fmt: WeightFormat, tensors: Shapes) -> _Weights:
+    num_bytes = expert_bytes = products = 0
+    count, per_token = (config.experts.count, config.experts.per_token) if config.experts is not None else (1, 1)
+    for name, shape in tensors.items():
+        size, of_expert = math.prod(shape), ".experts." in name
+        if has_format(name, shape):
+            stored = fmt.of(name).matrix_bytes(*shape)
+        else:
+            stored = size * (4 if name.endswith(CORRECTION) else fmt.vector_bytes)
+        expert_bytes, num_bytes = expert_bytes + of_expert * stored, num_bytes + (not of_expert) * stored
+        if len(shape) == 2 and not name.endswith(".conv"):
+            products += size * per_token // count if of_expert else size
+    return _Weights(num_bytes, expert_bytes // count, products)
 
 
 def _state_products(config: ModelConfig) -> int:
