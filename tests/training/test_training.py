@@ -39,6 +39,7 @@ def config(tmp_path: Path) -> TrainConfig:
     return TrainConfig(
         data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), n_layer=2, n_head=2, n_embd=32,
         block_size=32, batch_size=8, max_steps=60, warmup_steps=10, learning_rate=3e-3, eval_interval=20, dropout=0.1,
+        distill_tokens=3000,
     )  # fmt: skip
 
 
