@@ -104,11 +104,9 @@ inline bool is_near(double got, double expected, double atol, double rtol) {  //
 }
 
 }  // namespace nanoinfer::test
-#if defined(NANOINFER_EMULATED)
-namespace nanoinfer::avx2_vnni_emulated { extern const Kernels kKernels; }
-namespace nanoinfer::avx512_emulated { extern const Kernels kKernels; }
-namespace nanoinfer::amx_emulated { extern const Kernels kKernels; }
-#endif
+#define NI_EMULATED(name) namespace nanoinfer::name { extern const Kernels kKernels; }
+NANOINFER_EMULATED
+#undef NI_EMULATED
 namespace nanoinfer::test {
 
 // What this CPU has; the others are named.
@@ -120,13 +118,12 @@ inline std::vector<const Kernels*> kernels_here() {
   return all;
 }
 
-// And what can be emulated on it.
+// And the others, emulated.
 inline std::vector<const Kernels*> kernels_to_test() {
   std::vector<const Kernels*> all = kernels_here();
-#if defined(NANOINFER_EMULATED)
-  if (all.size() > 1)  // AVX2
-    all.insert(all.end(), {&avx2_vnni_emulated::kKernels, &avx512_emulated::kKernels, &amx_emulated::kKernels});
-#endif
+#define NI_EMULATED(name) all.push_back(&name::kKernels);
+  NANOINFER_EMULATED
+#undef NI_EMULATED
   return all;
 }
 
