@@ -25,6 +25,8 @@
 # make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile the package, and the tests, again
+
 ifneq ($(shell command -v ccache),)  # builds for the tests in C++ and for the extension have the same kernels
 export CMAKE_CXX_COMPILER_LAUNCHER := ccache
 endif
