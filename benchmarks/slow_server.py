@@ -1,6 +1,6 @@
 """`nanoinfer serve` with an engine of a given speed that takes little CPU: to measure what is around the engines.
 
-    python benchmarks/slow_server.py STEP_MS TOKEN_MS MODEL [options of `nanoinfer serve --replicas N`]
+    python benchmarks/slow_server.py STEP_MS TOKEN_MS MODEL [options of `nanoinfer serve`, --replicas N among them]
 
 A step of engine native first sleeps STEP_MS and TOKEN_MS for each new token. So four replicas of a small model behave
 on two cores as those of a larger one on four machines do.
@@ -33,5 +33,6 @@ if __name__ == "__main__":
         slow_down(float(sys.argv[2]), float(sys.argv[3]))
         host.main()
     else:
+        slow_down(float(sys.argv[1]), float(sys.argv[2]))
         local.HOST_COMMAND = (sys.executable, __file__, "host", *sys.argv[1:3])
         sys.exit(run(["serve", *sys.argv[3:]]))

@@ -25,7 +25,7 @@ from nanoinfer.outputs import (
     ToolCall,
 )
 from nanoinfer.protocols.errors import renamed
-from nanoinfer.protocols.fields import CHAT, FieldError
+from nanoinfer.protocols.fields import CHAT, COMPLETIONS, FieldError
 from nanoinfer.protocols.output import ChunkWriter
 from nanoinfer.protocols.requests import parse
 from nanoinfer.protocols.shared import Parts, Reply, parts_of
@@ -66,15 +66,23 @@ def test_plain_text_is_one_part() -> None:
 def test_chunks_of_a_message_have_as_many_top_logprobs_as_other_chunks() -> None:
     step = {5: Logprob(-1.5, 2, "a"), 6: Logprob(-0.5, 1, "b"), 7: Logprob(-2.5, 3, "c")}
     for top, expected in ((-1, "bac"), (2, "ba"), (0, "")):
-        body = {"messages": [], "stream": True, "logprobs": True, "top_logprobs": top}
-        request = parse(CHAT, body, SamplingParams(), streams=True)
+        body = {"messages": [], "logprobs": True, "top_logprobs": top}
         for deltas in (None, [ReasoningDelta("a")]):
             o = CompletionOutput(0, "a", [5], None, logprobs=[step], message_deltas=deltas)  # type: ignore[arg-type]
-            writer = ChunkWriter(request, Reply("1", "m", 0, str))
-            found: Any = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None, outputs=[o])
-            last = writer.write([(0, found)]).decode().strip().split("data: ")[-1]
-            (content,) = json.loads(last)["choices"][0]["logprobs"]["content"]
+            (content,) = json.loads(last_event(CHAT, body, o))["choices"][0]["logprobs"]["content"]
             assert "".join(entry["token"] for entry in content["top_logprobs"]) == expected
+
+
+def last_event(url: str, body: dict[str, Any], o: CompletionOutput) -> bytes:
+    writer = ChunkWriter(parse(url, {**body, "stream": True}, SamplingParams(), streams=True), Reply("1", "m", 0, str))
+    found: Any = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, prompt_logprobs=None, outputs=[o])
+    return writer.write([(0, found)]).split(b"data: ")[-1]
+
+
+@pytest.mark.parametrize("url, prompt", [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": []})])
+def test_chunks_of_plain_text_have_the_bytes_of_one_call_of_the_encoder(url: str, prompt: dict[str, Any]) -> None:
+    event = last_event(url, {**prompt, "return_token_ids": True}, CompletionOutput(0, '"é\n\ud800', [5, 600], "stop"))
+    assert event == whole(json.loads(event)) + b"\n\n"
 
 
 def test_parts_of_whole_messages() -> None:
@@ -86,8 +94,7 @@ def test_parts_of_whole_messages() -> None:
         (ChatMessage(""), [("text", "")]),
     ):
         found = parts_of(CompletionOutput(0, "raw", [], "stop", message=message))
-        assert [(part.kind, part.text) for part in found] == expected
-        assert [part.index for part in found] == list(range(len(found)))
+        assert [(part.index, part.kind, part.text) for part in found] == [(i, *e) for i, e in enumerate(expected)]
         assert all((part.call_id, part.name) == ("call_1", "f") for part in found if part.kind == "call")
 
 

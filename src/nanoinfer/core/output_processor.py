@@ -111,7 +111,7 @@ def assemble(
     outputs: list[CompletionOutput],
     lengths: Seq[int],
     stats: SpecStats | None,
-    now: float,
+    now: float | None,
     request_id: str | None = None,
 ) -> RequestOutput:
     """Return the output of a request from those of its sequences, some of which may be left out.
@@ -121,7 +121,7 @@ def assemble(
         outputs: of its sequences.
         lengths: number of tokens that each of its sequences has generated.
         stats: its statistics of speculative decoding; None without a draft.
-        now: current time in seconds, on the clock of its time stamps.
+        now: current time in seconds, on the clock of its time stamps; None: its metrics are not computed.
         request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(
@@ -131,7 +131,7 @@ def assemble(
         outputs,
         request.seed,
         request.num_dropped_tokens,
-        _metrics(request, lengths, stats, now),
+        _NO_METRICS if now is None else _metrics(request, lengths, stats, now),
         request.prompt_logprobs,
         request.num_cached_tokens,
     )
@@ -147,6 +147,9 @@ def _returned(request: Request) -> list[Sequence]:
         return total / s.num_output_tokens if total is not None and s.num_output_tokens and not s.error else -math.inf
 
     return sorted(request.sequences, key=mean, reverse=True)[: request.params.n]
+
+
+_NO_METRICS = RequestMetrics(0, 0, 0.0, None, 0.0)
 
 
 def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: float) -> RequestMetrics:

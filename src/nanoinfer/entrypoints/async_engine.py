@@ -107,11 +107,11 @@ class AsyncRequest:
         """Whether the end of the request was received."""
         return self._end is not None
 
-    def take(self, now: float) -> RequestOutput:
+    def take(self, now: float | None) -> RequestOutput:
         """Return what was received since the last call, in the form that `output_kind` says.
 
         Args:
-            now: seconds on the core's clock.
+            now: seconds on the core's clock; None: only the last output has metrics.
 
         Raises:
             Exception: the request has failed.
@@ -154,20 +154,15 @@ def _completion(s: Sequence, received: _Received, output_kind: str) -> Completio
     if output_kind == DELTA:
         at, text = received.tokens_taken, text[received.text_taken :]
     end, first = received.num_tokens, len(s.prompt_token_ids)
-    values, total = request_outputs.logprobs_of(s), None
-    if values is not None:
-        token_ids, values = s.token_ids[first : first + end], values[:end]
-        total = sum(logprobs[token].logprob for token, logprobs in zip(token_ids, values, strict=True))
-    return CompletionOutput(
-        s.sample_index,
-        text,
-        s.token_ids[first + at : first + end],
-        received.finish_reason,
-        s.stop_reason if received.finish_reason is not None else None,
-        None if values is None else values[at:],
-        cumulative_logprob=total,
-        draft_accepted=request_outputs.accepted(s, at, end),
-    )
+    ids, reason = s.token_ids[first + at : first + end], received.finish_reason
+    output = CompletionOutput(s.sample_index, text, ids, reason, s.stop_reason if reason is not None else None)
+    if (values := request_outputs.logprobs_of(s)) is not None:
+        pairs = zip(s.token_ids[first : first + end], values[:end], strict=True)
+        output.cumulative_logprob = sum(logprobs[token].logprob for token, logprobs in pairs)
+        output.logprobs = values[at:end]
+    if s.draft_accepted:
+        output.draft_accepted = request_outputs.accepted(s, at, end)
+    return output
 
 
 Item = Delta | RequestOutput | Exception
@@ -380,5 +375,5 @@ def _receive(sent: list[Sent]) -> None:
     """Run in an event loop: give each request what it receives, then wake who reads it."""
     for request, item in sent:
         request.receive(item)
-    for wake in dict.fromkeys(request.wake for request, _ in sent):
+    for wake in {request.wake: None for request, _ in sent}:
         wake()

@@ -56,7 +56,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
             while not self.ready:
                 self._event.clear()
                 await self._event.wait()
-            output = self.take()
+            output = self.take(has_metrics=True)
             return await self.read(output) if self.unread else output
         except BaseException:  # the task was cancelled, or the request has failed
             self.leave()
@@ -75,11 +75,11 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """Whether there is something to take."""
         return self._request.ready
 
-    def take(self) -> RequestOutput:
+    def take(self, has_metrics: bool = False) -> RequestOutput:
         """Return the output that is ready; if it is `unread`, for `read`. Raises the error of a failed request."""
         assert self._engine is not None
-        output, reader = self._request.take(self._engine.core.clock()), self._reader
-        self.finished = self._request.ended
+        output = self._request.take(self._engine.core.clock() if has_metrics else None)
+        self.finished, reader = self._request.ended, self._reader
         self.unread = reader is not None and not reader.is_quick(output)
         return output if reader is None or self.unread else reader.read(output)
 
@@ -112,7 +112,7 @@ class MergedStreams(AsyncIterator[Found]):
     """Yields, when there are new outputs, those of all streams: pairs of a stream's index and its output.
 
     The step of the engine that produces tokens for several streams wakes the task once, not once for each, and not for
-    what the `sink` takes. An error of one stream closes all.
+    what the `sink` takes. Only the last output of a stream has metrics. An error of one stream closes all.
 
     Args:
         streams: not read yet.
@@ -127,7 +127,7 @@ class MergedStreams(AsyncIterator[Found]):
         self._streams, self._observe = streams, observe
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
-        self._begun = self._waiting = False
+        self._begun = self._waiting = self._unread = False
         self._left: Found = []  # what the sink did not take; their streams are still open
         self._error: Exception | None = None  # of a request or the sink, for the task
 
@@ -163,7 +163,7 @@ class MergedStreams(AsyncIterator[Found]):
         if self._waiting and self.sink is not None and self._error is None and not self._left:
             try:
                 outputs = self._take_ready()
-                if any(self._open[i].unread for i, _ in outputs) or not self.sink(outputs):
+                if self._unread or not self.sink(outputs):
                     self._left = outputs
                 else:
                     self._report(outputs)
@@ -174,21 +174,25 @@ class MergedStreams(AsyncIterator[Found]):
         self._event.set()
 
     def _take_ready(self) -> Found:
-        return [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]
+        found, self._unread = [], False
+        for i, stream in self._open.items():
+            if stream.ready:
+                try:
+                    found.append((i, stream.take()))
+                except Exception:
+                    with numbered(i, len(self._streams)):
+                        raise
+                self._unread |= stream.unread
+        return found
 
     def _report(self, outputs: Found) -> None:
         """Report outputs that were taken, and forget the streams that they end."""
+        taken = [(i, output, self._open[i].finished) for i, output in outputs]
         if self._observe is not None:
-            self._observe([(i, output, self._open[i].finished) for i, output in outputs])
-        for i, _ in outputs:
-            if self._open[i].finished:
+            self._observe(taken)
+        for i, _, finished in taken:
+            if finished:
                 del self._open[i]
-
-    def _take(self, i: int) -> RequestOutput:
-        if len(self._streams) == 1:
-            return self._streams[i].take()
-        with numbered(i, len(self._streams)):
-            return self._streams[i].take()
 
     def close(self) -> None:
         """Cancel the requests that are not finished. The iterator yields nothing more."""

@@ -18,7 +18,7 @@ from nanoinfer.protocols.errors import as_sent, error_body, renamed
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS
 from nanoinfer.protocols.requests import GenerationRequest, num_top, parse
 from nanoinfer.protocols.shared import Decode, Outputs, Reply, Shape, StreamWriter
-from nanoinfer.utils.json_pieces import encode, json_bytes, json_strings
+from nanoinfer.utils.json_pieces import encode, encode_text, json_bytes, json_strings
 
 Steps = Sequence[Mapping[int, Logprob] | None]
 """Log-probabilities of positions, for each the token first; None: a prompt's first token, which has no context."""
@@ -244,7 +244,9 @@ class ChunkWriter(StreamWriter):
         self._request, self._decode = request, reply.decode
         begin = encode(head(request, reply, ".chunk"))
         self._head = f'data: {begin[:-1]},"choices":['
-        self._name = "delta" if request.chat else "text"
+        self._name, before, after = ("delta", '{"content":', "}") if request.chat else ("text", "", "")
+        # what is between the index, the text and the finish reason of a choice without log-probabilities
+        self._around = f',"{self._name}":{before}', f'{after},"logprobs":null,"finish_reason":'
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
         self._num_prompts = 1 if request.chat else len(request.prompts)
         self._begins = request.chat or request.echo or request.return_token_ids
@@ -277,9 +279,11 @@ class ChunkWriter(StreamWriter):
                         yield from self._chunk((encode(choice),) if o.logprobs is None else json_strings(choice))
                 elif o.text or o.finish_reason or request.return_token_ids:
                     # else a part of a character, or of what may become a stop string
-                    text = f'{{"content":{encode(o.text)}}}' if request.chat else encode(o.text)
-                    more = f",{encode(token_fields(o))[1:-1]}" if request.return_token_ids else ""
-                    yield self._plain(index, text, f'"{o.finish_reason}"' if o.finish_reason else "null", more)
+                    before, after = self._around
+                    reason = f'"{o.finish_reason}"' if o.finish_reason else "null"
+                    more = _token_json(o) if request.return_token_ids else ""
+                    end = self._counted() if request.continuous_usage else self._end
+                    yield f'{self._head}{{"index":{index}{before}{encode_text(o.text)}{after}{reason}{more}}}]{end}'
 
     def end(self) -> bytes:
         """Return the chunk of the token counts, if it was asked for, and the end of the stream."""
@@ -348,20 +352,18 @@ class ChunkWriter(StreamWriter):
             yield from json_strings(ids)
         yield self._counted() if self._request.continuous_usage else self._end
 
-    def _plain(self, index: int, text: str, finish_reason: str, more: str = "") -> str:
-        """Return a chunk without log-probabilities. All strings are JSON; `more` is further fields, after a comma."""
-        end = self._counted() if self._request.continuous_usage else self._end
-        return (
-            f'{self._head}{{"index":{index},"{self._name}":{text},"logprobs":null,"finish_reason":{finish_reason}{more}}}]'
-            f"{end}"
-        )
-
     def _counted(self) -> str:
         """Return the end of a chunk with the token counts so far."""
         return f',"usage":{self._counts()}}}\n\n'
 
     def _counts(self) -> str:
         return encode(token_counts(*self.num_tokens, self._num_reasoning) | prompt_details(self._num_cached))
+
+
+def _token_json(o: CompletionOutput) -> str:
+    """Return the tokens of an output as further fields. A list of integers is JSON: no encoder is called."""
+    plain = o.draft_accepted is None
+    return f',"token_ids":{o.token_ids}'.replace(" ", "") if plain else f",{encode(token_fields(o))[1:-1]}"
 
 
 def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from nanoinfer.protocols.errors import as_sent, error_body, renamed, status_code
 from nanoinfer.protocols.fields import CHAT, RESPONSES, SAMPLING_OF, TABLES, FieldError, read_fields
 from nanoinfer.protocols.output import token_counts, usage
 from nanoinfer.protocols.requests import GenerationRequest, parse
-from nanoinfer.protocols.shared import Outputs, Part, Parts, Reply, Shape, StreamWriter, Verb, event_bytes, parts_of
+from nanoinfer.protocols.shared import Outputs, Part, Parts, Reply, Shape, StreamWriter, Verb, parts_of
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.json_pieces import encode
 
@@ -270,7 +270,8 @@ class EventWriter(StreamWriter):
         failed = {"status": "failed", "error": {"code": code, "message": error_body(error)["error"]["message"]}}
         names = ("response.failed",) if self._num_events else ("response.created", "response.failed")
         heads = {"response.created": self._head, "response.failed": self._head | failed}
-        return event_bytes(self._event(name, {"response": heads[name]}) for name in names)
+        events = (self._event(name, {"response": heads[name]}) for name in names)
+        return "".join(events).encode(errors="backslashreplace")
 
     def _events(self, new: Outputs) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the names and fields of the events of new outputs."""

@@ -7,7 +7,7 @@ Chat chunks have only deltas. Events of other routes say where a part (reasoning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -54,8 +54,8 @@ class StreamWriter:
         return 0
 
     def write(self, new: Outputs) -> bytes:
-        """Return the events of new outputs. Raises as `events`."""
-        return event_bytes(self.events(new))
+        """Return the events of new outputs in UTF-8; half a surrogate pair becomes an escape. Raises as `events`."""
+        return "".join(self.events(new)).encode(errors="backslashreplace")
 
     def end(self) -> bytes:
         """Return the events after those of the last outputs."""
@@ -64,11 +64,6 @@ class StreamWriter:
     def error(self, error: NanoinferError) -> bytes:
         """Return the last event of a stream that has failed. Args: error: from `Shape.as_sent`."""
         raise NotImplementedError
-
-
-def event_bytes(strings: Iterable[str]) -> bytes:
-    """Return events in UTF-8. Half a surrogate pair becomes an escape."""
-    return "".join(strings).encode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from nanoinfer.errors import ResultError
 PIECE_BYTES = 1 << 16
 SLICE_ITEMS = 32  # that one call encodes: numbers, strings, or the log-probabilities of a token
 
-_string = json.encoder.encode_basestring  # of C: the text of each token of a stream
+encode_text = json.encoder.encode_basestring  # of C: the text of each token of a stream
 _any = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def _encode(value: Any) -> str:
-    return _string(value) if type(value) is str else _any(value)
+    return encode_text(value) if type(value) is str else _any(value)
 
 
 def encode(value: Any) -> str:
