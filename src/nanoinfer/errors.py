@@ -101,19 +101,20 @@ CONTEXT_LENGTH = "the maximum context length is"
 """In the errors about prompts that exceed it, and by these words clients know them."""
 
 
-def too_long(num_tokens: str, block_size: int) -> NanoinferError:
-    """Return the error about a prompt that exceeds the context length. `num_tokens`: "600", or "at least 600"."""
-    return NanoinferError(
-        f"the prompt has {num_tokens} tokens, {CONTEXT_LENGTH} {block_size} tokens: shorten it, or use"
-        " overflow='slide', which keeps the last tokens"
-    )
+_TO_SHORTEN = {
+    "prompt": "overflow='slide', which keeps the last tokens",
+    "input": "truncate_prompt_tokens=-1, which shortens it",
+}
 
 
-def input_too_long(num_tokens: str, block_size: int) -> NanoinferError:
-    """Return the error about an input of an embedding or a score that exceeds the context length, as `too_long`."""
+def too_long(num_tokens: str, block_size: int, what: str = "prompt") -> NanoinferError:
+    """Return the error about a prompt, or the "input" of an embedding or a score, that exceeds the context length.
+
+    `num_tokens`: "600", or "at least 600".
+    """
+    remedy = _TO_SHORTEN[what]
     return NanoinferError(
-        f"the input has {num_tokens} tokens, {CONTEXT_LENGTH} {block_size} tokens: shorten it, or use"
-        " truncate_prompt_tokens=-1, which shortens it"
+        f"the {what} has {num_tokens} tokens, {CONTEXT_LENGTH} {block_size} tokens: shorten it, or use {remedy}"
     )
 
 

@@ -10,8 +10,8 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
 from nanoinfer import NanoinferError
 from nanoinfer.cluster import local
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.local import plan_cores
+from nanoinfer.server.config import ClusterConfig
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,11 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 from helpers.asgi import until
 from nanoinfer import NanoinferError
 from nanoinfer.cluster import front, local
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec, _Replicas
 from nanoinfer.cluster.local import Group
 from nanoinfer.config import LLMConfig
 from nanoinfer.protocols.fields import FieldError
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 
 
 class Replica:

@@ -22,9 +22,8 @@ from helpers.models import TINY, make_folder  # noqa: E402
 from helpers.replica_servers import TIMEOUT, until  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
-from nanoinfer.cluster.config import ClusterConfig  # noqa: E402
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS  # noqa: E402
-from nanoinfer.server.config import ServerConfig  # noqa: E402
+from nanoinfer.server.config import ClusterConfig, ServerConfig  # noqa: E402
 
 if find_spec("ray") is None:  # ray.serve takes seconds to import
     pytest.skip("the extra cluster is not installed", allow_module_level=True)

@@ -13,12 +13,11 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.cluster import link
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.front import Front
 from nanoinfer.cluster.link import Remote
 from nanoinfer.cluster.local import Group, Host
 from nanoinfer.config import LLMConfig
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 from nanoinfer.server.limits import BoundRequests
 
 

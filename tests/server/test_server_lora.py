@@ -22,12 +22,11 @@ from helpers.models import TINY, make_folder, refuses
 from nanoinfer import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanoinfer.batch.run import BatchOptions
 from nanoinfer.cli.app import run
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.front import check
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.protocols.fields import CHAT, COMPLETIONS, EMBEDDINGS
 from nanoinfer.sampling_params import named_adapters
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 

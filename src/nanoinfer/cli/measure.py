@@ -176,8 +176,7 @@ def profile(
 
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.profiling.profiler import profile as profile_generation
-    from nanoinfer.profiling.profiler import random_prompts
-    from nanoinfer.profiling.start import profile_start
+    from nanoinfer.profiling.profiler import profile_start, random_prompts
 
     if start:
         parts = profile_start(config, prompt or [0] * num_prompt_tokens, dataclasses.replace(params, max_tokens=1))

@@ -10,10 +10,9 @@ import click
 
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import config_flag, flags, llm_config
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 from nanoinfer.utils.files import read_text
 
 

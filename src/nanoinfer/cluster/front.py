@@ -32,7 +32,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.types import Message, Receive, Scope, Send
 
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.link import Answer, Remote, ReplicaLost, choose, head_of, prefix_blocks
 from nanoinfer.cluster.local import Group, plan_cores, unavailable
 from nanoinfer.config import LLMConfig
@@ -40,7 +39,7 @@ from nanoinfer.errors import NanoinferError, ResultError, one_line, printable
 from nanoinfer.protocols.fields import unknown_model
 from nanoinfer.server.access_log import AccessLog, configure_logging, count_tokens
 from nanoinfer.server.app import guarded
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 from nanoinfer.server.connections import with_max_connections
 from nanoinfer.server.http import Bodies, SentResponse, respond, respond_json
 from nanoinfer.server.limits import BoundRequests

@@ -17,13 +17,12 @@ from typing import Any
 
 import anyio
 
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.cluster.host import HostSpec
 from nanoinfer.cluster.link import Remote, ReplicaLost
 from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, printable, reason
 from nanoinfer.protocols.fields import FieldError
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 from nanoinfer.utils.environment import num_cpus
 
 log = logging.getLogger("nanoinfer.server")

@@ -20,13 +20,12 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.cluster.config import ClusterConfig
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, one_line, printable
 from nanoinfer.ray.connect import capacity, check_versions, node_name, versions
 from nanoinfer.server.app import build_app
-from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.config import ClusterConfig, ServerConfig
 from nanoinfer.server.run import url
 from nanoinfer.server.service import names_of
 

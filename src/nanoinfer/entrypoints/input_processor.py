@@ -13,7 +13,7 @@ from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
-from nanoinfer.errors import NanoinferError, input_too_long, show, too_long
+from nanoinfer.errors import NanoinferError, show, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, for_each, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import BadWords, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
@@ -189,8 +189,7 @@ class RequestFactory:
             return
         block_size = self._core.engine.limits.block_size
         if (least := self._model.require_tokenizer().least_tokens(text)) > block_size:
-            error = input_too_long if params is None else too_long
-            raise error(f"at least {least}", block_size)
+            raise too_long(f"at least {least}", block_size, "input" if params is None else "prompt")
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; for an empty prompt, the model's start token. Raises as `LLM.tokenize`."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.input_processor import RequestFactory
-from nanoinfer.errors import NanoinferError, ResultError, input_too_long, show
+from nanoinfer.errors import NanoinferError, ResultError, show, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, for_each, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import (
@@ -167,7 +167,7 @@ class Pooler:
         if len(ids) <= (limit := self._block_size if limit == -1 else limit):
             return ids
         if params.truncate_prompt_tokens is None:
-            raise input_too_long(str(len(ids)), self._block_size)
+            raise too_long(str(len(ids)), self._block_size, "input")
         kept = limit - len(first) - len(last)
         return [*first, *prompt[len(prompt) - kept :], *last] if kept > 0 else ids[-limit:]
 

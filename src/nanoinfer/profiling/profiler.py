@@ -15,17 +15,23 @@ of one name with 12 layers are 2 per layer.
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.prompts import Prompt
@@ -373,3 +379,35 @@ def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | Non
         return None
     layer = sum(calls // (num_steps * n_layer) for calls in kernels.values())
     return Launches(kernels.total() / num_steps, layer, sum(map(is_launch, events)) / num_steps)
+
+
+# The start ---------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import sys, time
+times = [float(sys.argv[1]), time.time()]
+import nanoinfer.cli.generate, nanoinfer.entrypoints.llm, pickle
+config, prompts, params = pickle.load(sys.stdin.buffer)
+times.append(time.time())
+llm = nanoinfer.entrypoints.llm.LLM.from_config(config)
+times.append(time.time())
+llm.generate(prompts, params)
+times.append(time.time())
+print("\\n", times)
+"""
+_PARTS = ("interpreter", "imports", "load", "first step")
+
+
+def profile_start(config: LLMConfig, prompts: Prompt, params: SamplingParams) -> dict[str, float]:
+    """Return the seconds of each part of a start, in a new process that does what `generate` does for a token.
+
+    Raises:
+        NanoinferError: the process failed, as it says.
+    """
+    request = pickle.dumps((config, prompts, params))  # for this program's own child
+    command = [sys.executable, "-c", _CHILD, str(time.time())]
+    done = subprocess.run(command, input=request, capture_output=True, check=False)
+    if done.returncode:
+        raise NanoinferError(done.stderr.decode(errors="replace").splitlines()[-1].partition(": ")[2])
+    times = json.loads(done.stdout.splitlines()[-1])
+    return {part: after - before for part, (before, after) in zip(_PARTS, pairwise(times), strict=True)}

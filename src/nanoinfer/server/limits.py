@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
 from nanoinfer.protocols.fields import FieldError
 from nanoinfer.protocols.requests import GenerationRequest
-from nanoinfer.sampling_params import WHOLE_VOCABULARY
+from nanoinfer.sampling_params import WHOLE_VOCABULARY, PoolingParams, SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Refusal, SentResponse, headers_too_large, refusal_of, too_many
 from nanoinfer.utils.checks import require_int
@@ -47,13 +47,10 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
 
     Raises:
         FieldError: a value is above its limit.
-        NanoinferError: a list of token ids is too long. It is refused here, so that it need not wait for its turn.
+        NanoinferError: as `check_lengths`.
     """
     params = request.params
-    if params.truncate_prompt_tokens is None:
-        for prompt in request.prompts:
-            if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
-                raise too_long(str(num_tokens), block_size)
+    check_lengths(request.prompts, params, block_size)
     num_prompts = max(1, len(request.prompts))
     if num_prompts * params.num_sequences > config.max_sequences:
         name = "n" if params.best_of is None else "best_of"
@@ -71,6 +68,15 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
     what = "logprobs=-1, the whole vocabulary," if params.logprobs == WHOLE_VOCABULARY else "logprobs"
     count = _num_top(params.logprobs, vocab_size)
     _require_at_most(what, count, "max_logprobs", config.max_logprobs, "logprobs")
+
+
+def check_lengths(
+    prompts: Iterable[Mapping[str, Any]], params: SamplingParams | PoolingParams, block_size: int, what: str = "prompt"
+) -> None:
+    """Raise NanoinferError if a list of token ids is too long: it is refused before it waits for its turn."""
+    for prompt in prompts if params.truncate_prompt_tokens is None else ():
+        if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
+            raise too_long(str(num_tokens), block_size, what)
 
 
 def check_logprobs(body: Mapping[str, Any], config: ServerConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_streams import Found, MergedStreams
-from nanoinfer.errors import NanoinferError, input_too_long
+from nanoinfer.errors import NanoinferError
 from nanoinfer.explain.record import Recorder
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.protocols.errors import error_object
@@ -26,7 +26,7 @@ from nanoinfer.sampling_params import CHAT_MAX_TOKENS, COMMAND_DEFAULTS, Samplin
 from nanoinfer.server.access import combined_salt
 from nanoinfer.server.connections import CONNECTION, ChunkedConnection
 from nanoinfer.server.http import EVENTS, LARGE_VALUES, respond, respond_json
-from nanoinfer.server.limits import INPUT_VALUES, TokenBounds, check_request
+from nanoinfer.server.limits import INPUT_VALUES, TokenBounds, check_lengths, check_request
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.service import SHAPES, Service, new_id
 
@@ -181,7 +181,7 @@ async def embed(service: Service, scope: Scope, receive: Receive, send: Send) ->
     def convert(body: Mapping[str, Any]) -> PoolingRequest:
         request = parse_pooling(body)
         service.check_model(request.model)
-        _check(request, service)
+        check_lengths(request.inputs, request.params, service.sizes[0], "input")
         return request
 
     request = await service.bodies.read(receive, convert)
@@ -195,14 +195,6 @@ async def embed(service: Service, scope: Scope, receive: Receive, send: Send) ->
         )
         body = partial(pooling_body, request, outputs, service.reply(new_id(), request.model))
         await service.bodies.respond(send, body, len(inputs) * width)
-
-
-def _check(request: PoolingRequest, service: Service) -> None:
-    """Raise NanoinferError if a list of token ids is too long: it is refused before it waits for its turn."""
-    if request.params.truncate_prompt_tokens is None:
-        for prompt in request.inputs:
-            if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > service.sizes[0]:
-                raise input_too_long(str(num_tokens), service.sizes[0])
 
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
