@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test in an event loop of its own, for a minute at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), 60))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _log() -> None:
     """Log as in a new process: a test, or a library that it calls, may leave the package's logger configured."""
@@ -156,6 +168,24 @@ def llm(folder: Path) -> Any:
     from nanoinfer import LLM
 
     return LLM(str(folder), device="cpu", max_num_seqs=4)
+
+
+@pytest.fixture
+def model(llm: Any) -> Iterator[Any]:
+    """An AsyncLLM. After the test no request is left, and the engine holds what the scheduler knows."""
+    from helpers.async_llm import running
+
+    with running(llm) as model:
+        yield model
+
+
+@pytest.fixture
+def app(model: Any) -> Any:
+    """The server's application for the model."""
+    from nanoinfer.server.app import build_app
+    from nanoinfer.server.config import ServerConfig
+
+    return build_app(model, ServerConfig())
 
 
 @pytest.fixture

@@ -108,61 +108,52 @@ def test_a_stream_passes_part_by_part(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_client_that_leaves_ends_the_request_in_the_replica(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            remote = await setup.add(0, 0, streams := Streams())
-            gone = asyncio.Event()
-            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}, disconnect=gone))
-            streams.parts.put_nowait(b"one")
-            await until(lambda: streams.num_sent == 1 and remote.num_in_flight == 1)
-            gone.set()
-            await asking
-            await until(lambda: streams.cancelled)
-            assert remote.num_in_flight == 0
-
-    run(main())
+async def test_a_client_that_leaves_ends_the_request_in_the_replica(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        remote = await setup.add(0, 0, streams := Streams())
+        gone = asyncio.Event()
+        asking = asyncio.create_task(post(setup.app, {"prompt": "a"}, disconnect=gone))
+        streams.parts.put_nowait(b"one")
+        await until(lambda: streams.num_sent == 1 and remote.num_in_flight == 1)
+        gone.set()
+        await asking
+        await until(lambda: streams.cancelled)
+        assert remote.num_in_flight == 0
 
 
-def test_a_response_that_is_not_read_waits_in_the_replica(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            remote = await setup.add(0, 0, streams := Streams())
-            num_parts = 100
-            for _ in range(num_parts):
-                streams.parts.put_nowait(b"x" * (1 << 16))
-            streams.parts.put_nowait(b"")
-            head = head_of({"method": "POST", "path": "/", "headers": [], "state": {}})
-            async with remote.request(head, b"{}") as answer:
-                await answer.head()
-                before = -1
-                while streams.num_sent != before:  # until the buffers of the connection are full
-                    before = streams.num_sent
-                    await asyncio.sleep(0.05)
-                assert before < num_parts / 2
-                content, more = b"", True
-                while more:
-                    part, more = await answer.part()
-                    content += part
-            assert content == num_parts * b"x" * (1 << 16) + b"end"
-
-    run(main())
+async def test_a_response_that_is_not_read_waits_in_the_replica(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        remote = await setup.add(0, 0, streams := Streams())
+        num_parts = 100
+        for _ in range(num_parts):
+            streams.parts.put_nowait(b"x" * (1 << 16))
+        streams.parts.put_nowait(b"")
+        head = head_of({"method": "POST", "path": "/", "headers": [], "state": {}})
+        async with remote.request(head, b"{}") as answer:
+            await answer.head()
+            before = -1
+            while streams.num_sent != before:  # until the buffers of the connection are full
+                before = streams.num_sent
+                await asyncio.sleep(0.05)
+            assert before < num_parts / 2
+            content, more = b"", True
+            while more:
+                part, more = await answer.part()
+                content += part
+        assert content == num_parts * b"x" * (1 << 16) + b"end"
 
 
-def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, waits)
-            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(setup.groups[0].is_used)
-            await setup.add(0, 1, says("second"))
-            setup.lose(0)
-            found = await asking
-            assert (found.status, json.loads(found.content)["text"]) == (201, "second")
-            text = (await call(setup.app, path="/metrics")).content.decode()
-            assert 'nanoinfer:requests_retried_total{model_name="a"} 1.0' in text
-
-    run(main())
+async def test_a_request_whose_replica_ends_is_sent_to_another(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        await setup.add(0, 0, waits)
+        asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
+        await until(setup.groups[0].is_used)
+        await setup.add(0, 1, says("second"))
+        setup.lose(0)
+        found = await asking
+        assert (found.status, json.loads(found.content)["text"]) == (201, "second")
+        text = (await call(setup.app, path="/metrics")).content.decode()
+        assert 'nanoinfer:requests_retried_total{model_name="a"} 1.0' in text
 
 
 def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> None:
@@ -185,66 +176,54 @@ def test_a_request_outlives_two_replicas_that_end_together(tmp_path: Path) -> No
     assert json.loads(run(main()).content)["text"] == "third"
 
 
-def test_a_request_that_ends_several_replicas_is_given_up(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
+async def test_a_request_that_ends_several_replicas_is_given_up(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
 
-            async def ends(scope: Scope, receive: Receive, send: Send) -> None:
-                setup.lose(min(setup.groups[0].host.running))
-                await asyncio.sleep(3600)
+        async def ends(scope: Scope, receive: Receive, send: Send) -> None:
+            setup.lose(min(setup.groups[0].host.running))
+            await asyncio.sleep(3600)
 
-            for number in range(ATTEMPTS + 1):
-                await setup.add(0, number, ends)
-            found = await post(setup.app, {"prompt": "a"})
-            assert (found.status, found.error["code"]) == (503, "service_unavailable")
-            assert f"{ATTEMPTS} replicas have ended" in found.error["message"]
-            assert len(setup.groups[0].replicas) == 1
-
-    run(main())
+        for number in range(ATTEMPTS + 1):
+            await setup.add(0, number, ends)
+        found = await post(setup.app, {"prompt": "a"})
+        assert (found.status, found.error["code"]) == (503, "service_unavailable")
+        assert f"{ATTEMPTS} replicas have ended" in found.error["message"]
+        assert len(setup.groups[0].replicas) == 1
 
 
-def test_a_stream_whose_replica_ends_has_the_error_as_its_last_event(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, streams := Streams())
-            await setup.add(0, 1, says("other"))
-            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            streams.parts.put_nowait(b"data: one\n\n")
-            await until(lambda: streams.num_sent == 1)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            setup.lose(0)
-            found = await asking
-            first, _, last = found.content.partition(b"data: one\n\n")
-            assert (found.status, first) == (200, b"")
-            message = json.loads(last.removeprefix(b"data: "))["error"]["message"]
-            assert message.startswith("the replica that ran this request has ended: send the request again")
-
-    run(main())
+async def test_a_stream_whose_replica_ends_has_the_error_as_its_last_event(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        await setup.add(0, 0, streams := Streams())
+        await setup.add(0, 1, says("other"))
+        asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
+        streams.parts.put_nowait(b"data: one\n\n")
+        await until(lambda: streams.num_sent == 1)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        setup.lose(0)
+        found = await asking
+        first, _, last = found.content.partition(b"data: one\n\n")
+        assert (found.status, first) == (200, b"")
+        message = json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        assert message.startswith("the replica that ran this request has ended: send the request again")
 
 
-def test_a_failure_in_the_replica_is_its_response(tmp_path: Path) -> None:
-    async def main() -> None:
-        async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
-            raise NanoinferError("temperature=-1 is below 0")
+async def test_a_failure_in_the_replica_is_its_response(tmp_path: Path) -> None:
+    async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
+        raise NanoinferError("temperature=-1 is below 0")
 
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, refuses)
-            found = await post(setup.app, {"prompt": "a"})
-            assert (found.status, found.error["message"]) == (400, "temperature=-1 is below 0")
-
-    run(main())
+    async with front(tmp_path) as setup:
+        await setup.add(0, 0, refuses)
+        found = await post(setup.app, {"prompt": "a"})
+        assert (found.status, found.error["message"]) == (400, "temperature=-1 is below 0")
 
 
-def test_a_request_waits_for_a_replica(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
-            await until(setup.groups[0].is_used)
-            await setup.add(0, 0, says("late"))
-            assert json.loads((await asking).content)["text"] == "late"
-
-    run(main())
+async def test_a_request_waits_for_a_replica(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        asking = asyncio.create_task(post(setup.app, {"prompt": "a"}))
+        await until(setup.groups[0].is_used)
+        await setup.add(0, 0, says("late"))
+        assert json.loads((await asking).content)["text"] == "late"
 
 
 @pytest.mark.parametrize(
@@ -282,20 +261,17 @@ def test_an_unknown_model(tmp_path: Path, name: Any) -> None:
         assert "this server has a, b" in found.error["message"]
 
 
-def test_health_and_models(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path, ("a", "b")) as setup:
-            await setup.add(0, 0, says(""))
-            for group in setup.groups:
-                group.described = [{"id": group.model}]
-            found = await call(setup.app)
-            assert (found.status, found.error["message"]) == (503, "no replica of b runs")
-            await setup.add(1, 0, says(""))
-            assert ((await call(setup.app)).status, (await call(setup.app)).content) == (200, b"")
-            listed = json.loads((await call(setup.app, path="/v1/models")).content)
-            assert listed == {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
-
-    run(main())
+async def test_health_and_models(tmp_path: Path) -> None:
+    async with front(tmp_path, ("a", "b")) as setup:
+        await setup.add(0, 0, says(""))
+        for group in setup.groups:
+            group.described = [{"id": group.model}]
+        found = await call(setup.app)
+        assert (found.status, found.error["message"]) == (503, "no replica of b runs")
+        await setup.add(1, 0, says(""))
+        assert ((await call(setup.app)).status, (await call(setup.app)).content) == (200, b"")
+        listed = json.loads((await call(setup.app, path="/v1/models")).content)
+        assert listed == {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models"])
@@ -333,58 +309,49 @@ nanoinfer:ttft_sum{{model_name="a"}} 1.5
     return app
 
 
-def test_metrics_have_the_number_of_their_replica(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, _metrics(5, 0.5))
-            await setup.add(0, 1, _metrics(7, 0.25))
-            lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
-            for line in (
-                'nanoinfer:generation_tokens_total{model_name="a",replica="0"} 5.0',
-                'nanoinfer:generation_tokens_total{model_name="a",replica="1"} 7.0',
-                'nanoinfer:kv_cache_usage_perc{model_name="a",replica="1"} 0.25',
-                'nanoinfer:ttft_bucket{le="+Inf",model_name="a",replica="0"} 5.0',
-                'nanoinfer:replicas{model_name="a"} 2.0',
-            ):
-                assert line in lines, "\n".join(lines)
-            setup.lose(0)
-            lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
-            assert not any('replica="0"' in line for line in lines)
-            declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-            assert sorted(set(declared)) == sorted(declared)  # twice is an error of Go's parser
-            assert "nanoinfer:http_responses_total" in declared
-
-    run(main())
+async def test_metrics_have_the_number_of_their_replica(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        await setup.add(0, 0, _metrics(5, 0.5))
+        await setup.add(0, 1, _metrics(7, 0.25))
+        lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
+        for line in (
+            'nanoinfer:generation_tokens_total{model_name="a",replica="0"} 5.0',
+            'nanoinfer:generation_tokens_total{model_name="a",replica="1"} 7.0',
+            'nanoinfer:kv_cache_usage_perc{model_name="a",replica="1"} 0.25',
+            'nanoinfer:ttft_bucket{le="+Inf",model_name="a",replica="0"} 5.0',
+            'nanoinfer:replicas{model_name="a"} 2.0',
+        ):
+            assert line in lines, "\n".join(lines)
+        setup.lose(0)
+        lines = (await call(setup.app, path="/metrics")).content.decode().splitlines()
+        assert not any('replica="0"' in line for line in lines)
+        declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+        assert sorted(set(declared)) == sorted(declared)  # twice is an error of Go's parser
+        assert "nanoinfer:http_responses_total" in declared
 
 
-def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            answers = asyncio.Event()
-            await setup.add(0, 0, _metrics(5, 0.5))
-            await setup.add(0, 1, _metrics(7, 0.25, until=answers))
-            for seconds, replicas in ((0.01, "0"), (30.0, "01")):
-                monkeypatch.setattr(cluster_front, "REPLICA_SEC", seconds)
-                (answers.set if seconds > 1 else answers.clear)()
-                text = (await call(setup.app, path="/metrics")).content.decode()
-                lines = [line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")]
-                assert [line.split('replica="')[1][0] for line in lines] == list(replicas)
-
-    run(main())
+async def test_metrics_do_not_wait_for_a_replica_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front(tmp_path) as setup:
+        answers = asyncio.Event()
+        await setup.add(0, 0, _metrics(5, 0.5))
+        await setup.add(0, 1, _metrics(7, 0.25, until=answers))
+        for seconds, replicas in ((0.01, "0"), (30.0, "01")):
+            monkeypatch.setattr(cluster_front, "REPLICA_SEC", seconds)
+            (answers.set if seconds > 1 else answers.clear)()
+            text = (await call(setup.app, path="/metrics")).content.decode()
+            lines = [line for line in text.splitlines() if line.startswith("nanoinfer:generation_tokens")]
+            assert [line.split('replica="')[1][0] for line in lines] == list(replicas)
 
 
-def test_a_connection_that_sends_no_request_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with front(tmp_path) as setup:
-            await setup.add(0, 0, says("a"))
-            reader, writer = await asyncio.open_unix_connection(f"{setup.groups[0].path}-0")
-            writer.write(b"GET ")
-            writer.write_eof()
-            assert await reader.read() == b""
-            writer.close()
-            assert (await post(setup.app, {"prompt": "a"})).status == 201
-
-    run(main())
+async def test_a_connection_that_sends_no_request_ends(tmp_path: Path) -> None:
+    async with front(tmp_path) as setup:
+        await setup.add(0, 0, says("a"))
+        reader, writer = await asyncio.open_unix_connection(f"{setup.groups[0].path}-0")
+        writer.write(b"GET ")
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+        assert (await post(setup.app, {"prompt": "a"})).status == 201
 
 
 def test_many_requests_at_once(tmp_path: Path) -> None:

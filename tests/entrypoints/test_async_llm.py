@@ -143,57 +143,49 @@ def test_outputs_that_are_chosen_at_the_end(llm: LLM, kind: str, params: Any) ->
     same(output, expected)
 
 
-def test_synchronous_calls_of_another_thread_run_beside(llm: LLM) -> None:
+async def test_synchronous_calls_of_another_thread_run_beside(llm: LLM, model: AsyncLLM) -> None:
     expected = llm.generate(PROMPTS, PARAMS)
     score = llm.perplexity("To be or not to be")[0].log_likelihood
+    stop = threading.Event()
+    found: list[list[RequestOutput]] = []
 
-    async def main(model: AsyncLLM) -> None:
-        stop = threading.Event()
-        found: list[list[RequestOutput]] = []
+    def generate() -> None:
+        while not stop.is_set():
+            found.append(llm.generate(PROMPTS, PARAMS))
 
-        def generate() -> None:
-            while not stop.is_set():
-                found.append(llm.generate(PROMPTS, PARAMS))
-
-        thread = threading.Thread(target=generate)
-        thread.start()
-        try:
-            for _ in range(5):
-                streams = [model.generate(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
-                for output, other in zip(expected, await asyncio.gather(*map(whole, streams)), strict=True):
-                    same(other, output)
-                (scored,) = await model.perplexity("To be or not to be")
-                assert scored.log_likelihood == pytest.approx(score, rel=1e-6)
-        finally:
-            stop.set()
-            await asyncio.to_thread(thread.join)
-        assert found
-        for outputs in found:
-            for a, b in zip(outputs, expected, strict=True):
-                same(a, b)
-
-    run(main, llm)
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        for _ in range(5):
+            streams = [model.generate(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+            for output, other in zip(expected, await asyncio.gather(*map(whole, streams)), strict=True):
+                same(other, output)
+            (scored,) = await model.perplexity("To be or not to be")
+            assert scored.log_likelihood == pytest.approx(score, rel=1e-6)
+    finally:
+        stop.set()
+        await asyncio.to_thread(thread.join)
+    assert found
+    for outputs in found:
+        for a, b in zip(outputs, expected, strict=True):
+            same(a, b)
 
 
-def test_chat_and_the_other_calls(llm: LLM) -> None:
+async def test_chat_and_the_other_calls(llm: LLM, model: AsyncLLM) -> None:
     message = {"role": "user", "content": "Go"}
     options: dict[str, Any] = {"chat_template": TEMPLATE, "chat_template_kwargs": {"end": "!"}}
     (expected,) = llm.chat([message], GREEDY, **options)
-
-    async def main(model: AsyncLLM) -> None:
-        output = await whole(model.chat([message], GREEDY, "chat-1", **options))
-        assert (output.prompt, output.request_id) == ("Go!", "chat-1")
-        same(output, expected)
-        assert await model.apply_chat_template([message], **options) == llm.tokenize("Go!")
-        assert await model.tokenize("To be") == llm.tokenize("To be")
-        assert await model.decode(llm.tokenize("To be")) == "To be"
-        assert await model.loglikelihood("To", [" be", " bee"]) == llm.loglikelihood("To", [" be", " bee"])
-        with pytest.raises(NanoinferError, match="no chat template"):
-            await whole(model.chat([message], GREEDY))
-        with pytest.raises(NanoinferError, match="half a surrogate"):
-            await model.tokenize("\ud800")
-
-    run(main, llm)
+    output = await whole(model.chat([message], GREEDY, "chat-1", **options))
+    assert (output.prompt, output.request_id) == ("Go!", "chat-1")
+    same(output, expected)
+    assert await model.apply_chat_template([message], **options) == llm.tokenize("Go!")
+    assert await model.tokenize("To be") == llm.tokenize("To be")
+    assert await model.decode(llm.tokenize("To be")) == "To be"
+    assert await model.loglikelihood("To", [" be", " bee"]) == llm.loglikelihood("To", [" be", " bee"])
+    with pytest.raises(NanoinferError, match="no chat template"):
+        await whole(model.chat([message], GREEDY))
+    with pytest.raises(NanoinferError, match="half a surrogate"):
+        await model.tokenize("\ud800")
 
 
 def test_constructors(folder: Path) -> None:
@@ -275,20 +267,21 @@ CASES = [(way, "cumulative") for way in WAYS] + [(way, "final_only") for way in 
 
 
 @pytest.mark.parametrize(("leave", "kind"), CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_leaving_frees_the_request(llm: LLM, leave: Callable[[AsyncOutputStream], Any], kind: str) -> None:
-    async def main(model: AsyncLLM) -> None:
-        for n in (1, 3):
-            await leave(model.generate("To be", replace(LONG, n=n), output_kind=kind))
-            if leave is leave_by_garbage_collection:
-                gc.collect()
-            await freed(model)
-        same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
-
-    run(main, llm)
+async def test_leaving_frees_the_request(
+    llm: LLM, leave: Callable[[AsyncOutputStream], Any], kind: str, model: AsyncLLM
+) -> None:
+    for n in (1, 3):
+        await leave(model.generate("To be", replace(LONG, n=n), output_kind=kind))
+        if leave is leave_by_garbage_collection:
+            gc.collect()
+        await freed(model)
+    same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
 
 
 @pytest.mark.parametrize("how", ["aclose", "abort"])
-def test_a_request_ends_within_one_step(llm: LLM, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_ends_within_one_step(
+    llm: LLM, how: str, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     sizes: list[int] = []
     extend = llm.engine.extend
 
@@ -298,66 +291,56 @@ def test_a_request_ends_within_one_step(llm: LLM, how: str, monkeypatch: pytest.
         return extend(batch)
 
     monkeypatch.setattr(llm.engine, "extend", record)
-
-    async def main(model: AsyncLLM) -> None:
-        streams = [model.generate(p, LONG, request_id=p) for p in PROMPTS[:3]]
-        for stream in streams:
-            await anext(stream)
-        await anext(streams[2])
-        assert sizes[-1] == 3
-        if how == "aclose":
-            await streams[1].aclose()
-        else:
-            await model.abort(PROMPTS[1])
-        before = len(sizes)  # not before the call: this thread may wait there for a while
-        while len(sizes) < before + 4:
-            await anext(streams[0])
-        assert sizes[before + 1 : before + 4] == [2, 2, 2]  # one step may have begun
-        for stream in streams:
-            await stream.aclose()
-
-    run(main, llm)
-
-
-def test_abort_by_id(llm: LLM) -> None:
-    async def main(model: AsyncLLM) -> None:
-        stream = model.generate("To be", LONG, "mine")
-        other = model.generate("To be", LONG)
-        first = await anext(stream)
-        await anext(other)
-        await model.abort("no such id")
-        await model.abort("mine")
-        last = await whole(stream)
-        assert (last.request_id, last.finished, last.outputs[0].finish_reason) == ("mine", True, "abort")
-        assert last.outputs[0].text.startswith(first.outputs[0].text)
-        assert other.request_id != stream.request_id
-        await model.abort(other.request_id)
-        assert (await whole(other)).outputs[0].finish_reason == "abort"
-        await freed(model)
-        waiting = model.generate("To be", LONG, "mine", output_kind="final_only")  # the id is free again
-        task = asyncio.create_task(whole(waiting))
-        await asyncio.sleep(0)
-        await model.abort("mine")  # before it is prepared
-        assert (await task).outputs[0].finish_reason == "abort"
-
-    run(main, llm)
-
-
-def test_an_id_is_refused_while_it_is_in_use(llm: LLM) -> None:
-    async def main(model: AsyncLLM) -> None:
-        stream = model.generate("To be", LONG, "a")
+    streams = [model.generate(p, LONG, request_id=p) for p in PROMPTS[:3]]
+    for stream in streams:
         await anext(stream)
-        message = await refused(model.generate("Go", GREEDY, "a"))
-        assert message.startswith("request_id='a' is the id of an unfinished request")
-        await anext(stream)
+    await anext(streams[2])
+    assert sizes[-1] == 3
+    if how == "aclose":
+        await streams[1].aclose()
+    else:
+        await model.abort(PROMPTS[1])
+    before = len(sizes)  # not before the call: this thread may wait there for a while
+    while len(sizes) < before + 4:
+        await anext(streams[0])
+    assert sizes[before + 1 : before + 4] == [2, 2, 2]  # one step may have begun
+    for stream in streams:
         await stream.aclose()
-        for _ in range(2):  # ended by its iterator, ended by itself
-            assert (await whole(model.generate("Go", GREEDY, "a"))).request_id == "a"
-        for wrong in ("", 3):
-            with pytest.raises(NanoinferError, match=f"request_id={wrong!r} is not a string"):
-                model.generate("Go", GREEDY, wrong)  # type: ignore[arg-type]
 
-    run(main, llm)
+
+async def test_abort_by_id(model: AsyncLLM) -> None:
+    stream = model.generate("To be", LONG, "mine")
+    other = model.generate("To be", LONG)
+    first = await anext(stream)
+    await anext(other)
+    await model.abort("no such id")
+    await model.abort("mine")
+    last = await whole(stream)
+    assert (last.request_id, last.finished, last.outputs[0].finish_reason) == ("mine", True, "abort")
+    assert last.outputs[0].text.startswith(first.outputs[0].text)
+    assert other.request_id != stream.request_id
+    await model.abort(other.request_id)
+    assert (await whole(other)).outputs[0].finish_reason == "abort"
+    await freed(model)
+    waiting = model.generate("To be", LONG, "mine", output_kind="final_only")  # the id is free again
+    task = asyncio.create_task(whole(waiting))
+    await asyncio.sleep(0)
+    await model.abort("mine")  # before it is prepared
+    assert (await task).outputs[0].finish_reason == "abort"
+
+
+async def test_an_id_is_refused_while_it_is_in_use(model: AsyncLLM) -> None:
+    stream = model.generate("To be", LONG, "a")
+    await anext(stream)
+    message = await refused(model.generate("Go", GREEDY, "a"))
+    assert message.startswith("request_id='a' is the id of an unfinished request")
+    await anext(stream)
+    await stream.aclose()
+    for _ in range(2):  # ended by its iterator, ended by itself
+        assert (await whole(model.generate("Go", GREEDY, "a"))).request_id == "a"
+    for wrong in ("", 3):
+        with pytest.raises(NanoinferError, match=f"request_id={wrong!r} is not a string"):
+            model.generate("Go", GREEDY, wrong)  # type: ignore[arg-type]
 
 
 def remaining_requests(earlier: list[object]) -> list[object]:
@@ -366,43 +349,38 @@ def remaining_requests(earlier: list[object]) -> list[object]:
     return [o for o in gc.get_objects() if type(o) in (AsyncRequest, Request) and id(o) not in known]
 
 
-def test_nothing_refers_to_a_request_that_has_ended(llm: LLM) -> None:
+async def test_nothing_refers_to_a_request_that_has_ended(model: AsyncLLM) -> None:
     earlier = remaining_requests([])  # of other tests: the tracebacks of their errors refer to them
-
-    async def main(model: AsyncLLM) -> None:
-        await asyncio.gather(*(whole(model.generate(p, q)) for p, q in zip(PROMPTS, PARAMS, strict=True)))
-        await leave_by_break(model.generate("To be", LONG))
-        await leave_by_cancellation(model.generate("To be", LONG))
-        await refused(model.generate("a" * 40, GREEDY))
-        await freed(model)
-        until = time.monotonic() + 10
-        while left := remaining_requests(earlier):  # the engine thread refers to one until it has returned from sending
-            assert time.monotonic() < until, left
-            del left  # refers to them as well
-            await asyncio.sleep(0.001)
-
-    run(main, llm)
+    await asyncio.gather(*(whole(model.generate(p, q)) for p, q in zip(PROMPTS, PARAMS, strict=True)))
+    await leave_by_break(model.generate("To be", LONG))
+    await leave_by_cancellation(model.generate("To be", LONG))
+    await refused(model.generate("a" * 40, GREEDY))
+    await freed(model)
+    until = time.monotonic() + 10
+    while left := remaining_requests(earlier):  # the engine thread refers to one until it has returned from sending
+        assert time.monotonic() < until, left
+        del left  # refers to them as well
+        await asyncio.sleep(0.001)
 
 
 # Errors ------------------------------------------------------------------------------------------------------
 
 
-def test_invalid_input_is_refused_at_the_first_iteration(llm: LLM) -> None:
-    async def main(model: AsyncLLM) -> None:
-        good = asyncio.create_task(whole(model.generate("To be", GREEDY)))
-        assert "40 tokens" in await refused(model.generate("a" * 40, GREEDY))
-        assert "token id 99" in await refused(model.generate([99], GREEDY))
-        assert "SamplingParams" in await refused(model.generate("Go", {"n": 1}))  # type: ignore[arg-type]
-        assert "n=7 is more than max_num_seqs=6" in await refused(model.generate("Go", replace(GREEDY, n=7)))
-        with pytest.raises(NanoinferError, match="output_kind='all' is unknown"):
-            model.generate("Go", GREEDY, output_kind="all")
-        same(await good, llm.generate("To be", GREEDY)[0])
-
-    run(main, llm)
+async def test_invalid_input_is_refused_at_the_first_iteration(llm: LLM, model: AsyncLLM) -> None:
+    good = asyncio.create_task(whole(model.generate("To be", GREEDY)))
+    assert "40 tokens" in await refused(model.generate("a" * 40, GREEDY))
+    assert "token id 99" in await refused(model.generate([99], GREEDY))
+    assert "SamplingParams" in await refused(model.generate("Go", {"n": 1}))  # type: ignore[arg-type]
+    assert "n=7 is more than max_num_seqs=6" in await refused(model.generate("Go", replace(GREEDY, n=7)))
+    with pytest.raises(NanoinferError, match="output_kind='all' is unknown"):
+        model.generate("Go", GREEDY, output_kind="all")
+    same(await good, llm.generate("To be", GREEDY)[0])
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_fault_of_one_request_reaches_its_iterator_alone(llm: LLM, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_one_request_reaches_its_iterator_alone(
+    llm: LLM, n: int, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     expected = llm.generate("To be", GREEDY)[0]
     extend, bad = llm.engine.extend, CHARS.index("Q")
     fed: dict[int, list[int]] = {}
@@ -418,14 +396,10 @@ def test_a_fault_of_one_request_reaches_its_iterator_alone(llm: LLM, n: int, mon
         return logits
 
     monkeypatch.setattr(llm.engine, "extend", poison)
-
-    async def main(model: AsyncLLM) -> None:
-        good, failed = model.generate("To be", GREEDY), model.generate("Q", replace(LONG, n=n))
-        (output, message) = await asyncio.gather(whole(good), refused(failed, ResultError))
-        assert "not finite" in message or "nan" in message
-        same(output, expected)
-
-    run(main, llm)
+    good, failed = model.generate("To be", GREEDY), model.generate("Q", replace(LONG, n=n))
+    (output, message) = await asyncio.gather(whole(good), refused(failed, ResultError))
+    assert "not finite" in message or "nan" in message
+    same(output, expected)
 
 
 def test_an_exception_of_the_engine_ends_what_runs(
@@ -457,39 +431,39 @@ def test_an_exception_of_the_engine_ends_what_runs(
     assert record.exc_info is None or not record.exc_info
 
 
-def test_an_exception_outside_the_engine_does_not_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exception_outside_the_engine_does_not_loop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     def fail(**until: Any) -> None:
         raise RuntimeError("no schedule")
 
-    async def main(model: AsyncLLM) -> None:
-        monkeypatch.setattr(llm.core, "step", fail)
-        message = await refused(model.generate("To be", LONG), ResultError)
-        assert message == "the request was aborted: RuntimeError: no schedule"
-        monkeypatch.undo()
-        same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
-
-    run(main, llm)
+    monkeypatch.setattr(llm.core, "step", fail)
+    message = await refused(model.generate("To be", LONG), ResultError)
+    assert message == "the request was aborted: RuntimeError: no schedule"
+    monkeypatch.undo()
+    same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
 
 
-def test_an_engine_that_cannot_be_reset_is_an_error_of_each_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_be_reset_is_an_error_of_each_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("the device is gone")
 
-    async def main(model: AsyncLLM) -> None:
-        running = model.generate("a", LONG)
-        await anext(running)
-        monkeypatch.setattr(llm.engine, "extend", fail)
-        monkeypatch.setattr(llm.engine, "reset", fail)
-        assert "the device is gone" in await refused(running, ResultError)
-        for prompt in PROMPTS:
-            assert "the device is gone" in await refused(model.generate(prompt, GREEDY), ResultError)
-        monkeypatch.undo()
-        same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
-
-    run(main, llm)
+    running = model.generate("a", LONG)
+    await anext(running)
+    monkeypatch.setattr(llm.engine, "extend", fail)
+    monkeypatch.setattr(llm.engine, "reset", fail)
+    assert "the device is gone" in await refused(running, ResultError)
+    for prompt in PROMPTS:
+        assert "the device is gone" in await refused(model.generate(prompt, GREEDY), ResultError)
+    monkeypatch.undo()
+    same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
 
 
-def test_an_interrupt_in_another_thread_reaches_the_iterators(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupt_in_another_thread_reaches_the_iterators(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     extend, loop_thread = llm.engine.extend, threading.get_ident()
 
     def interrupt(batch: Any) -> Any:
@@ -499,20 +473,16 @@ def test_an_interrupt_in_another_thread_reaches_the_iterators(llm: LLM, monkeypa
         return extend(batch)
 
     monkeypatch.setattr(llm.engine, "extend", interrupt)
-
-    async def main(model: AsyncLLM) -> None:
-        running = [model.generate(p, LONG) for p in PROMPTS[:4]]
-        for stream in running:
-            await anext(stream)
-        waiting = [asyncio.create_task(whole(model.generate("To be", replace(GREEDY, n=3)))) for _ in range(3)]
-        with pytest.raises(KeyboardInterrupt):  # ends the running requests, and none of those that wait
-            llm.generate(["Go"] * 50, GREEDY)
-        for stream in running:
-            assert "an operation of another thread was interrupted" in await refused(stream, ResultError)
-        for output in await asyncio.gather(*waiting):
-            assert [o.finish_reason for o in output.outputs] == ["length"] * 3
-
-    run(main, llm)
+    running = [model.generate(p, LONG) for p in PROMPTS[:4]]
+    for stream in running:
+        await anext(stream)
+    waiting = [asyncio.create_task(whole(model.generate("To be", replace(GREEDY, n=3)))) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):  # ends the running requests, and none of those that wait
+        llm.generate(["Go"] * 50, GREEDY)
+    for stream in running:
+        assert "an operation of another thread was interrupted" in await refused(stream, ResultError)
+    for output in await asyncio.gather(*waiting):
+        assert [o.finish_reason for o in output.outputs] == ["length"] * 3
 
 
 def test_a_full_queue_refuses_one_request(folder: Path) -> None:
@@ -595,62 +565,52 @@ def test_hundreds_of_requests(folder: Path) -> None:
     assert seconds / num_tokens < 0.005
 
 
-def test_two_event_loops_in_two_threads(llm: LLM) -> None:
+async def test_two_event_loops_in_two_threads(llm: LLM, model: AsyncLLM) -> None:
     expected = llm.generate(PROMPTS, PARAMS)
 
-    async def main(model: AsyncLLM) -> None:
-        async def again() -> list[RequestOutput]:
-            found = []
-            for _ in range(3):
-                streams = [model.generate(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
-                found += await asyncio.gather(*map(whole, streams))
-            return found
+    async def again() -> list[RequestOutput]:
+        found = []
+        for _ in range(3):
+            streams = [model.generate(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+            found += await asyncio.gather(*map(whole, streams))
+        return found
 
-        here, there = await asyncio.gather(again(), asyncio.to_thread(lambda: asyncio.run(again())))
-        for i, (a, b) in enumerate(zip(here, there, strict=True)):
-            same(a, expected[i % 5])
-            same(b, expected[i % 5])
-
-    run(main, llm)
+    here, there = await asyncio.gather(again(), asyncio.to_thread(lambda: asyncio.run(again())))
+    for i, (a, b) in enumerate(zip(here, there, strict=True)):
+        same(a, expected[i % 5])
+        same(b, expected[i % 5])
 
 
-def test_a_loop_that_is_gone_frees_its_requests(llm: LLM) -> None:
-    async def main(model: AsyncLLM) -> None:
-        stream = model.generate("To be", LONG)
+async def test_a_loop_that_is_gone_frees_its_requests(model: AsyncLLM) -> None:
+    stream = model.generate("To be", LONG)
 
-        async def begin() -> None:
-            await anext(stream)
+    async def begin() -> None:
+        await anext(stream)
 
-        await asyncio.to_thread(lambda: asyncio.run(begin()))  # the stream is not closed
-        await freed(model)
-
-    run(main, llm)
+    await asyncio.to_thread(lambda: asyncio.run(begin()))  # the stream is not closed
+    await freed(model)
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
-def test_a_slow_reader_gets_merged_outputs_and_delays_no_other(llm: LLM, kind: str) -> None:
+async def test_a_slow_reader_gets_merged_outputs_and_delays_no_other(llm: LLM, kind: str, model: AsyncLLM) -> None:
     params = replace(PARAMS[2], max_tokens=60, overflow="slide", logprobs=0)
     expected = llm.generate("To be", params)[0]
-
-    async def main(model: AsyncLLM) -> None:
-        slow = model.generate("To be", params, output_kind=kind)
-        outputs = [await anext(slow)]
-        same(await whole(model.generate("or", GREEDY)), llm.generate("or", GREEDY)[0])
-        while model.num_unfinished_requests:
-            await asyncio.sleep(0.001)
-        outputs += [output async for output in slow]
-        assert len(outputs) <= 3
-        if kind == "cumulative":
-            same(outputs[-1], expected)
-        for i, o in enumerate(expected.outputs):
-            pieces = [p for output in outputs for p in output.outputs if p.index == i]
-            if kind == "delta":
-                assert "".join(p.text for p in pieces) == o.text
-                assert [t for p in pieces for t in p.token_ids] == o.token_ids
-                found = [t for p in pieces for t in p.logprobs or []]
-                assert values(found) == pytest.approx(values(o.logprobs), abs=1e-4)
-
-    run(main, llm)
+    slow = model.generate("To be", params, output_kind=kind)
+    outputs = [await anext(slow)]
+    same(await whole(model.generate("or", GREEDY)), llm.generate("or", GREEDY)[0])
+    while model.num_unfinished_requests:
+        await asyncio.sleep(0.001)
+    outputs += [output async for output in slow]
+    assert len(outputs) <= 3
+    if kind == "cumulative":
+        same(outputs[-1], expected)
+    for i, o in enumerate(expected.outputs):
+        pieces = [p for output in outputs for p in output.outputs if p.index == i]
+        if kind == "delta":
+            assert "".join(p.text for p in pieces) == o.text
+            assert [t for p in pieces for t in p.token_ids] == o.token_ids
+            found = [t for p in pieces for t in p.logprobs or []]
+            assert values(found) == pytest.approx(values(o.logprobs), abs=1e-4)
 
 
 def test_a_long_prompt_does_not_stop_the_loop() -> None:
@@ -723,7 +683,9 @@ def test_a_dropped_model_ends_its_threads(llm: LLM) -> None:
     assert not llm.core.unfinished
 
 
-def test_the_engine_thread_sleeps_without_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_thread_sleeps_without_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, model: AsyncLLM
+) -> None:
     steps = 0
     step = llm.core.step
 
@@ -733,17 +695,13 @@ def test_the_engine_thread_sleeps_without_requests(llm: LLM, monkeypatch: pytest
         return step(**until)
 
     monkeypatch.setattr(llm.core, "step", count)
-
-    async def main(model: AsyncLLM) -> None:
-        await whole(model.generate("To be", GREEDY))
-        await freed(model)
-        before, cpu = steps, time.process_time()
-        await asyncio.sleep(0.2)
-        assert steps == before
-        assert time.process_time() - cpu < 0.1
-        await whole(model.generate("To be", GREEDY))
-
-    run(main, llm)
+    await whole(model.generate("To be", GREEDY))
+    await freed(model)
+    before, cpu = steps, time.process_time()
+    await asyncio.sleep(0.2)
+    assert steps == before
+    assert time.process_time() - cpu < 0.1
+    await whole(model.generate("To be", GREEDY))
 
 
 def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
+from helpers.async_llm import run, running
 from helpers.batch import run_on
 from helpers.chat import chat_folder
 from helpers.models import make_folder, refuses
@@ -85,20 +86,16 @@ def test_a_text_without_a_bound_is_tokenized(llm: LLM, monkeypatch: pytest.Monke
     refuses(lambda: llm.generate(LONG, SHORT), f"the prompt has {len(LONG)} tokens, the maximum context length is 32")
 
 
-def test_a_prompt_that_slides_may_have_any_length(llm: LLM) -> None:
+async def test_a_prompt_that_slides_may_have_any_length(llm: LLM) -> None:
     ids = llm.tokenize(LONG)
     (expected,) = llm.generate([ids], SLIDE)
     (found,) = llm.generate(LONG, SLIDE)
     assert found.outputs == expected.outputs
     assert (found.prompt, found.prompt_token_ids) == (LONG, ids)
-
-    async def main() -> None:
-        async with AsyncLLM.from_llm(llm) as model:
-            outputs = [output async for output in model.generate(LONG, SLIDE, output_kind="final_only")]
-            assert outputs[0].outputs == expected.outputs
-            assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (LONG, ids)
-
-    asyncio.run(main())
+    async with AsyncLLM.from_llm(llm) as model:
+        outputs = [output async for output in model.generate(LONG, SLIDE, output_kind="final_only")]
+        assert outputs[0].outputs == expected.outputs
+        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (LONG, ids)
 
 
 def test_token_ids_that_cannot_fit_are_copied_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,81 +158,69 @@ async def whole(stream: Any) -> Any:
     return outputs[-1]
 
 
-def run(llm: LLM, main: Callable[[AsyncLLM], Any]) -> None:
-    async def within() -> None:
-        async with AsyncLLM.from_llm(llm) as model:
-            await asyncio.wait_for(main(model), 60)
-
-    asyncio.run(within())
+@pytest.fixture
+def model(chat: LLM) -> Iterator[AsyncLLM]:
+    with running(chat) as model:
+        yield model
 
 
-def test_short_requests_do_not_wait_for_long_texts(chat: LLM, encoding: Encoding) -> None:
+async def test_short_requests_do_not_wait_for_long_texts(chat: LLM, encoding: Encoding, model: AsyncLLM) -> None:
     message = {"role": "user", "content": LONG}
     few = [{"role": "user", "content": "Go"}]
-
-    async def main(model: AsyncLLM) -> None:
-        calls: list[Any] = [
-            *(whole(model.generate(LONG, SLIDE)) for _ in range(2)),
-            *(whole(model.chat([message], SLIDE)) for _ in range(2)),
-            *(model.tokenize(LONG) for _ in range(2)),
-            *(model.tokenize({"prompt": LONG}) for _ in range(2)),
-            *(model.apply_chat_template([message]) for _ in range(2)),
-        ]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        await until(lambda: encoding.begun == 1)
-        await whole(model.generate("To be", SHORT))
-        await whole(model.chat(few, SHORT))
-        await whole(model.generate("To be", SamplingParams(max_tokens=2, prompt_logprobs=1)))
-        assert await model.decode(await model.tokenize("To be")) == "To be"
-        assert await model.apply_chat_template(few)
-        with pytest.raises(NanoinferError, match="the prompt has at least"):
-            await whole(model.generate(LONG, SHORT))
-        assert encoding.begun == 1
-        encoding.go.set()
-        await asyncio.gather(*tasks)
-        assert (encoding.begun, encoding.most) == (len(calls), 1)
-
-    run(chat, main)
+    calls: list[Any] = [
+        *(whole(model.generate(LONG, SLIDE)) for _ in range(2)),
+        *(whole(model.chat([message], SLIDE)) for _ in range(2)),
+        *(model.tokenize(LONG) for _ in range(2)),
+        *(model.tokenize({"prompt": LONG}) for _ in range(2)),
+        *(model.apply_chat_template([message]) for _ in range(2)),
+    ]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await until(lambda: encoding.begun == 1)
+    await whole(model.generate("To be", SHORT))
+    await whole(model.chat(few, SHORT))
+    await whole(model.generate("To be", SamplingParams(max_tokens=2, prompt_logprobs=1)))
+    assert await model.decode(await model.tokenize("To be")) == "To be"
+    assert await model.apply_chat_template(few)
+    with pytest.raises(NanoinferError, match="the prompt has at least"):
+        await whole(model.generate(LONG, SHORT))
+    assert encoding.begun == 1
+    encoding.go.set()
+    await asyncio.gather(*tasks)
+    assert (encoding.begun, encoding.most) == (len(calls), 1)
 
 
-def test_a_grammar_does_not_wait_for_long_texts(chat: LLM, encoding: Encoding) -> None:
+async def test_a_grammar_does_not_wait_for_long_texts(chat: LLM, encoding: Encoding, model: AsyncLLM) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     choice = StructuredOutputsParams(choice=("a",))
     long = SamplingParams(max_tokens=2, overflow="slide", structured_outputs=choice)
-
-    async def main(model: AsyncLLM) -> None:
-        tasks = [asyncio.ensure_future(whole(model.generate(LONG, long))) for _ in range(3)]
-        await until(lambda: encoding.begun == 1)
-        output = await whole(model.generate("Go", SamplingParams(structured_outputs=choice)))
-        assert output.outputs[0].text == "a"
-        encoding.go.set()
-        assert [task.outputs[0].text for task in await asyncio.gather(*tasks)] == ["a"] * 3
-        assert encoding.most == 1
-
-    run(chat, main)
+    tasks = [asyncio.ensure_future(whole(model.generate(LONG, long))) for _ in range(3)]
+    await until(lambda: encoding.begun == 1)
+    output = await whole(model.generate("Go", SamplingParams(structured_outputs=choice)))
+    assert output.outputs[0].text == "a"
+    encoding.go.set()
+    assert [task.outputs[0].text for task in await asyncio.gather(*tasks)] == ["a"] * 3
+    assert encoding.most == 1
 
 
-def test_the_text_of_a_client_that_has_left_is_not_tokenized(chat: LLM, encoding: Encoding) -> None:
+async def test_the_text_of_a_client_that_has_left_is_not_tokenized(
+    chat: LLM, encoding: Encoding, model: AsyncLLM
+) -> None:
     message = {"role": "user", "content": LONG}
-
-    async def main(model: AsyncLLM) -> None:
-        first = asyncio.ensure_future(whole(model.generate(LONG, SLIDE)))
-        await until(lambda: encoding.begun == 1)
-        calls = [whole(model.generate(LONG, SLIDE)), whole(model.chat([message], SLIDE)), model.tokenize(LONG),
-                 model.apply_chat_template([message])]  # fmt: skip
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        encoding.go.set()
-        await first
-        await whole(model.generate(LONG, SLIDE))  # it comes after those that have left
-        assert encoding.begun == 2
-        assert model.num_unfinished_requests == 0
-
-    run(chat, main)
+    first = asyncio.ensure_future(whole(model.generate(LONG, SLIDE)))
+    await until(lambda: encoding.begun == 1)
+    calls = [whole(model.generate(LONG, SLIDE)), whole(model.chat([message], SLIDE)), model.tokenize(LONG),
+             model.apply_chat_template([message])]  # fmt: skip
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    encoding.go.set()
+    await first
+    await whole(model.generate(LONG, SLIDE))  # it comes after those that have left
+    assert encoding.begun == 2
+    assert model.num_unfinished_requests == 0
 
 
 def test_a_check_of_the_number_of_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +245,7 @@ def test_a_check_of_the_number_of_tokens(llm: LLM, monkeypatch: pytest.MonkeyPat
         assert len(threads) == 3
         assert threading.get_ident() not in threads
 
-    run(llm, main)
+    run(main, llm)
 
 
 # Memory --------------------------------------------------------------------------------------------------

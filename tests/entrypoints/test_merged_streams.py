@@ -82,64 +82,52 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_each_output_is_taken_once_by_the_sink_or_the_task() -> None:
-    async def main() -> None:
-        stream, sink = Stream(last=9), Sink(takes=lambda output: output % 3 != 0)
-        reading = Reading(stream, sink=sink)
+async def test_each_output_is_taken_once_by_the_sink_or_the_task() -> None:
+    stream, sink = Stream(last=9), Sink(takes=lambda output: output % 3 != 0)
+    reading = Reading(stream, sink=sink)
+    await settle()
+    for output in range(10):
+        sink.ready = output != 4
+        stream.arrive(output)
         await settle()
-        for output in range(10):
-            sink.ready = output != 4
-            stream.arrive(output)
-            await settle()
-        await reading.task
-        assert (sink.taken, reading.read) == ([1, 2, 5, 7, 8], [0, 3, 4, 6, 9])
-        assert reading.reported == [(0, output, output == 9) for output in range(10)]
-
-    asyncio.run(main())
+    await reading.task
+    assert (sink.taken, reading.read) == ([1, 2, 5, 7, 8], [0, 3, 4, 6, 9])
+    assert reading.reported == [(0, output, output == 9) for output in range(10)]
 
 
-def test_the_sink_gets_the_outputs_of_a_step_together_and_ends_the_task() -> None:
-    async def main() -> None:
-        streams, sink = [Stream(last=2), Stream(last=3)], Sink()
-        reading = Reading(*streams, sink=sink)
-        await settle()
-        streams[0].outputs.append(1)
-        streams[1].arrive(3)
-        streams[0].arrive(2)
-        await reading.task
-        assert (sink.taken, reading.read) == ([1, 3, 2], [])
-        assert reading.reported == [(0, 1, False), (1, 3, True), (0, 2, True)]
-
-    asyncio.run(main())
+async def test_the_sink_gets_the_outputs_of_a_step_together_and_ends_the_task() -> None:
+    streams, sink = [Stream(last=2), Stream(last=3)], Sink()
+    reading = Reading(*streams, sink=sink)
+    await settle()
+    streams[0].outputs.append(1)
+    streams[1].arrive(3)
+    streams[0].arrive(2)
+    await reading.task
+    assert (sink.taken, reading.read) == ([1, 3, 2], [])
+    assert reading.reported == [(0, 1, False), (1, 3, True), (0, 2, True)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_the_sink_is_raised_also_at_the_last_output(failing: int) -> None:
-    async def main() -> None:
-        stream = Stream(last=1)
-        reading = Reading(stream, sink=Sink(failing=failing))
-        await settle()
-        for output in range(failing + 1):
-            stream.arrive(output)
-        with pytest.raises(ValueError, match="cannot be written"):
-            await reading.task
-        assert stream.left
-        assert reading.reported == [(0, output, False) for output in range(failing)]
-
-    asyncio.run(main())
+async def test_an_error_of_the_sink_is_raised_also_at_the_last_output(failing: int) -> None:
+    stream = Stream(last=1)
+    reading = Reading(stream, sink=Sink(failing=failing))
+    await settle()
+    for output in range(failing + 1):
+        stream.arrive(output)
+    with pytest.raises(ValueError, match="cannot be written"):
+        await reading.task
+    assert stream.left
+    assert reading.reported == [(0, output, False) for output in range(failing)]
 
 
-def test_what_is_read_elsewhere_goes_to_the_task_and_is_reported_when_it_was_read() -> None:
-    async def main() -> None:
-        stream, sink = Stream(last=-1, slow=True), Sink()
-        reading = Reading(stream, sink=sink)
-        await settle()
-        stream.arrive(7)
-        await settle()
-        assert (sink.taken, reading.read, reading.reported) == ([], [70], [(0, 70, False)])
-        stream.arrive(-1)
-        with pytest.raises(ValueError, match="cannot be read"):
-            await reading.task
-        assert reading.reported == [(0, 70, False)]
-
-    asyncio.run(main())
+async def test_what_is_read_elsewhere_goes_to_the_task_and_is_reported_when_it_was_read() -> None:
+    stream, sink = Stream(last=-1, slow=True), Sink()
+    reading = Reading(stream, sink=sink)
+    await settle()
+    stream.arrive(7)
+    await settle()
+    assert (sink.taken, reading.read, reading.reported) == ([], [70], [(0, 70, False)])
+    stream.arrive(-1)
+    with pytest.raises(ValueError, match="cannot be read"):
+        await reading.task
+    assert reading.reported == [(0, 70, False)]

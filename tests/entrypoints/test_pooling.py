@@ -381,30 +381,26 @@ def test_cosine_of_embeddings(tiny_folder: Path) -> None:
 # AsyncLLM, failures --------------------------------------------------------------------------------------
 
 
-def test_async(tiny_folder: Path) -> None:
+async def test_async(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), max_num_seqs=3)
     texts = [*CHARS[:20]]
     expected, scores = llm.embed(texts), llm.score("a", texts)
-
-    async def main() -> None:
-        async with AsyncLLM.from_llm(llm) as model:
-            embedded, scored, more = await asyncio.gather(
-                model.embed(texts), model.score("a", texts), model.embed(texts[:3], RAW)
-            )
-            assert [o.outputs.values for o in embedded] == [o.outputs.values for o in expected]
-            assert [o.outputs.score for o in scored] == [o.outputs.score for o in scores]
-            assert len(more) == 3
-            for call in (model.embed(["a", "b" * 50]), model.embed([5, 999])):
-                with pytest.raises(Exception, match=r"prompt 2 of 2: the input has 50|token id 999"):
-                    await call
-            task = asyncio.ensure_future(model.embed(texts * 50))
-            await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await freed(model)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    async with AsyncLLM.from_llm(llm) as model:
+        embedded, scored, more = await asyncio.gather(
+            model.embed(texts), model.score("a", texts), model.embed(texts[:3], RAW)
+        )
+        assert [o.outputs.values for o in embedded] == [o.outputs.values for o in expected]
+        assert [o.outputs.score for o in scored] == [o.outputs.score for o in scores]
+        assert len(more) == 3
+        for call in (model.embed(["a", "b" * 50]), model.embed([5, 999])):
+            with pytest.raises(Exception, match=r"prompt 2 of 2: the input has 50|token id 999"):
+                await call
+        task = asyncio.ensure_future(model.embed(texts * 50))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await freed(model)
 
 
 def test_states_that_are_not_finite_end_their_request_only(tiny_folder: Path) -> None:

@@ -252,40 +252,36 @@ def test_reasoning_may_take_all_tokens_but_for_its_budget(llm: LLM) -> None:
 # AsyncLLM -----------------------------------------------------------------------------------------------------
 
 
-def test_deltas_of_async_llm_are_the_message(llm: LLM) -> None:
+async def test_deltas_of_async_llm_are_the_message(llm: LLM) -> None:
     options: dict[str, Any] = {
         "tools": TWO, "tool_choice": "required", "enable_thinking": True, "thinking_token_budget": 5,
     }  # fmt: skip
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=120, n=2)
     (expected,) = llm.chat(HI, params, **options)
-
-    async def run() -> None:
-        async_llm = AsyncLLM.from_llm(llm)
-        for kind in ("delta", "cumulative", "final_only"):
-            parts: list[list[Any]] = [[], []]
-            last: dict[int, Any] = {}
-            async for output in async_llm.chat(HI, params, output_kind=kind, **options):
-                for o in output.outputs:
-                    parts[o.index] += o.message_deltas or []
-                    last[o.index] = o if o.message is not None else last.get(o.index)
-            for i, whole in enumerate(expected.outputs):
-                made, wanted = last[i].message, whole.message
-                assert wanted is not None
-                assert (made.content, made.reasoning) == (wanted.content, wanted.reasoning)
-                calls = [(c.name, c.arguments) for c in wanted.tool_calls]
-                assert [(c.name, c.arguments) for c in made.tool_calls] == calls
-                assert last[i].num_reasoning_tokens == whole.num_reasoning_tokens
-                if kind == "delta":
-                    assert "".join(d.text for d in parts[i] if isinstance(d, ReasoningDelta)) == (made.reasoning or "")
-                    assert "".join(d.text for d in parts[i] if isinstance(d, ContentDelta)) == (made.content or "")
-                    texts = ["" for _ in calls]
-                    for d in parts[i]:
-                        if isinstance(d, CallDelta):
-                            texts[d.index] += d.arguments
-                    assert texts == [arguments for _, arguments in calls]
-        async_llm.shutdown()
-
-    asyncio.run(run())
+    async_llm = AsyncLLM.from_llm(llm)
+    for kind in ("delta", "cumulative", "final_only"):
+        parts: list[list[Any]] = [[], []]
+        last: dict[int, Any] = {}
+        async for output in async_llm.chat(HI, params, output_kind=kind, **options):
+            for o in output.outputs:
+                parts[o.index] += o.message_deltas or []
+                last[o.index] = o if o.message is not None else last.get(o.index)
+        for i, whole in enumerate(expected.outputs):
+            made, wanted = last[i].message, whole.message
+            assert wanted is not None
+            assert (made.content, made.reasoning) == (wanted.content, wanted.reasoning)
+            calls = [(c.name, c.arguments) for c in wanted.tool_calls]
+            assert [(c.name, c.arguments) for c in made.tool_calls] == calls
+            assert last[i].num_reasoning_tokens == whole.num_reasoning_tokens
+            if kind == "delta":
+                assert "".join(d.text for d in parts[i] if isinstance(d, ReasoningDelta)) == (made.reasoning or "")
+                assert "".join(d.text for d in parts[i] if isinstance(d, ContentDelta)) == (made.content or "")
+                texts = ["" for _ in calls]
+                for d in parts[i]:
+                    if isinstance(d, CallDelta):
+                        texts[d.index] += d.arguments
+                assert texts == [arguments for _, arguments in calls]
+    async_llm.shutdown()
 
 
 def test_a_failing_request_disturbs_no_other(llm: LLM) -> None:

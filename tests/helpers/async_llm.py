@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nanoinfer import LLM, AsyncLLM
@@ -21,13 +22,18 @@ async def freed(model: AsyncLLM) -> None:
     assert core.scheduler.running == []
 
 
+@contextmanager
+def running(llm: LLM) -> Iterator[AsyncLLM]:
+    """Yield an AsyncLLM; at the end no request is left, and the engine holds what the scheduler knows."""
+    model = AsyncLLM.from_llm(llm)
+    try:
+        yield model
+        asyncio.run(freed(model))
+    finally:
+        asyncio.run(model.close())
+
+
 def run(main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM) -> Any:
-    """Run a program with an AsyncLLM; then no request is left, and the engine holds what the scheduler knows."""
-
-    async def call() -> Any:
-        async with AsyncLLM.from_llm(llm) as model:
-            result = await asyncio.wait_for(main(model), 60)
-            await freed(model)
-            return result
-
-    return asyncio.run(call())
+    """Run a program with an AsyncLLM: see `running`."""
+    with running(llm) as model:
+        return asyncio.run(asyncio.wait_for(main(model), 60))

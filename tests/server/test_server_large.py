@@ -104,8 +104,8 @@ def test_a_large_response_is_encoded_in_a_thread_in_slices(
 
 
 @pytest.mark.parametrize("count", [2, 3000])
-def test_a_log_probability_that_is_not_finite_is_an_error_not_half_a_response(
-    llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch
+async def test_a_log_probability_that_is_not_finite_is_an_error_not_half_a_response(
+    count: int, monkeypatch: pytest.MonkeyPatch, app: ASGIApp
 ) -> None:
     describe = request_outputs.describe
 
@@ -114,14 +114,10 @@ def test_a_log_probability_that_is_not_finite_is_an_error_not_half_a_response(
 
     monkeypatch.setattr(request_outputs, "describe", broken)
     body = {**SLIDE, "prompt": "a", "logprobs": 1, "max_tokens": count}
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        found = await post(app, body)
-        assert (found.status, found.error["type"]) == (500, "server_error")
-        found = await post(app, body | {"stream": True})
-        assert "a log-probability is not finite" in json.loads(found.parts[-1][6:])["error"]["message"]
-
-    serve(llm, main)
+    found = await post(app, body)
+    assert (found.status, found.error["type"]) == (500, "server_error")
+    found = await post(app, body | {"stream": True})
+    assert "a log-probability is not finite" in json.loads(found.parts[-1][6:])["error"]["message"]
 
 
 # Requests ------------------------------------------------------------------------------------------------
@@ -165,16 +161,12 @@ def test_messages_are_checked_in_a_thread(chat: LLM, monkeypatch: pytest.MonkeyP
     assert (checked.num, checked.here) == (1, 0)
 
 
-def test_an_error_message_shows_the_beginning_of_a_large_value(llm: LLM) -> None:
+async def test_an_error_message_shows_the_beginning_of_a_large_value(app: ASGIApp) -> None:
     values: list[Any] = [[[]] * 60_000, {str(i): i for i in range(60_000)}, "x" * 500_000]
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        for value in values:
-            found = await post(app, {"prompt": "a", "temperature": value})
-            assert (found.status, found.error["param"]) == (400, "temperature")
-            assert len(found.content) < 500
-
-    serve(llm, main)
+    for value in values:
+        found = await post(app, {"prompt": "a", "temperature": value})
+        assert (found.status, found.error["param"]) == (400, "temperature")
+        assert len(found.content) < 500
 
 
 # The bound of log-probabilities --------------------------------------------------------------------------
@@ -226,21 +218,15 @@ def test_without_max_tokens_the_context_length_counts(chat: LLM) -> None:
     assert serve(chat, main, max_logprob_entries=entries - 1) == 400
 
 
-def test_of_a_prompt_that_slides_the_last_tokens_are_kept(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        (whole,) = json.loads((await post(app, {**SLIDE, "prompt": "a" * 10 + PROMPT + "b" * 48})).content)["choices"]
-        sent = {**SLIDE, "prompt": PROMPT + "b" * 48}
-        assert json.loads((await post(app, sent)).content)["choices"] == [whole]
-        found = json.loads((await post(app, {**SLIDE, "prompt": [5] * 3000, "n": 4})).content)
-        assert found["usage"]["prompt_tokens"] == llm.config.block_size
-
-    serve(llm, main)
+async def test_of_a_prompt_that_slides_the_last_tokens_are_kept(llm: LLM, app: ASGIApp) -> None:
+    (whole,) = json.loads((await post(app, {**SLIDE, "prompt": "a" * 10 + PROMPT + "b" * 48})).content)["choices"]
+    sent = {**SLIDE, "prompt": PROMPT + "b" * 48}
+    assert json.loads((await post(app, sent)).content)["choices"] == [whole]
+    found = json.loads((await post(app, {**SLIDE, "prompt": [5] * 3000, "n": 4})).content)
+    assert found["usage"]["prompt_tokens"] == llm.config.block_size
 
 
-def test_a_list_of_many_lists_is_refused_before_it_is_parsed(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        body = b'{"prompt":[' + b"[]," * 100_000 + b"[]]}"
-        found = await call(app, "POST", COMPLETIONS, body=body)
-        assert "the body has 100003 lists and objects; the limit is 65536" in found.error["message"]
-
-    serve(llm, main)
+async def test_a_list_of_many_lists_is_refused_before_it_is_parsed(app: ASGIApp) -> None:
+    body = b'{"prompt":[' + b"[]," * 100_000 + b"[]]}"
+    found = await call(app, "POST", COMPLETIONS, body=body)
+    assert "the body has 100003 lists and objects; the limit is 65536" in found.error["message"]

@@ -316,22 +316,19 @@ def test_a_larger_body_is_refused(headers: dict[str, str], chunks: list[bytes]) 
     assert "max_body_bytes=100" in found.error["message"]
 
 
-def test_more_requests_in_flight_get_429_until_one_has_ended() -> None:
-    async def main() -> None:
-        go, app = asyncio.Event(), bounded(waiting(asyncio.Event()), max_requests_in_flight=2)
-        app.app = waiting(go)
-        running = [asyncio.create_task(call(app, "POST")) for _ in range(2)]
-        await asyncio.sleep(0.02)
-        refused = await call(app, "POST")
-        assert refused.status == 429
-        assert refused.headers["retry-after"] == "1"
-        assert (refused.error["type"], refused.error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        go.set()
-        assert [found.status for found in await asyncio.gather(*running)] == [200, 200]
-        assert (await call(app, "POST")).status == 200
-        assert app.num_in_flight == 0
-
-    run(main())
+async def test_more_requests_in_flight_get_429_until_one_has_ended() -> None:
+    go, app = asyncio.Event(), bounded(waiting(asyncio.Event()), max_requests_in_flight=2)
+    app.app = waiting(go)
+    running = [asyncio.create_task(call(app, "POST")) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    refused = await call(app, "POST")
+    assert refused.status == 429
+    assert refused.headers["retry-after"] == "1"
+    assert (refused.error["type"], refused.error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    go.set()
+    assert [found.status for found in await asyncio.gather(*running)] == [200, 200]
+    assert (await call(app, "POST")).status == 200
+    assert app.num_in_flight == 0
 
 
 def waiting(go: asyncio.Event) -> Any:
@@ -389,45 +386,39 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
 
 
 @pytest.mark.parametrize("when", ["body", "answer"])
-def test_a_client_that_leaves_cancels_its_request(when: str) -> None:
-    async def main() -> None:
-        ended, gone, waits = [], asyncio.Event(), asyncio.Event()
+async def test_a_client_that_leaves_cancels_its_request(when: str) -> None:
+    ended, gone, waits = [], asyncio.Event(), asyncio.Event()
 
-        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            waits.set()
-            try:
-                await receive()  # an application that waits for a disconnect itself is cancelled as well
-            finally:
-                ended.append(True)
-
-        app = bounded(slow)
-        body = [b"{", b""] if when == "answer" else [b"{"]
-        task = asyncio.create_task(call(app, "POST", body=body, disconnect=gone))
-        await (waits.wait() if when == "answer" else asyncio.sleep(0.02))
-        assert not task.done()
-        gone.set()
-        found = await asyncio.wait_for(task, 15)
-        assert (found.status, app.num_in_flight) == (0, 0)
-        assert ended == ([True] if when == "answer" else [])
-
-    run(main())
-
-
-def test_what_an_application_does_after_its_response_is_not_cancelled() -> None:
-    async def main() -> None:
-        gone, ended = asyncio.Event(), []
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await echo(scope, receive, send)
-            gone.set()  # a server reports a disconnect once the response is complete
-            await asyncio.sleep(0.05)
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        waits.set()
+        try:
+            await receive()  # an application that waits for a disconnect itself is cancelled as well
+        finally:
             ended.append(True)
 
-        await call(bounded(app), "POST", disconnect=gone)
-        assert ended == [True]
+    app = bounded(slow)
+    body = [b"{", b""] if when == "answer" else [b"{"]
+    task = asyncio.create_task(call(app, "POST", body=body, disconnect=gone))
+    await (waits.wait() if when == "answer" else asyncio.sleep(0.02))
+    assert not task.done()
+    gone.set()
+    found = await asyncio.wait_for(task, 15)
+    assert (found.status, app.num_in_flight) == (0, 0)
+    assert ended == ([True] if when == "answer" else [])
 
-    run(main())
+
+async def test_what_an_application_does_after_its_response_is_not_cancelled() -> None:
+    gone, ended = asyncio.Event(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await echo(scope, receive, send)
+        gone.set()  # a server reports a disconnect once the response is complete
+        await asyncio.sleep(0.05)
+        ended.append(True)
+
+    await call(bounded(app), "POST", disconnect=gone)
+    assert ended == [True]
 
 
 # Failures ------------------------------------------------------------------------------------------------

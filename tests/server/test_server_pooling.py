@@ -116,18 +116,15 @@ def test_metrics_and_keys(llm: LLM) -> None:
     assert lines['nanoinfer:request_success_total{finished_reason="stop",model_name="m"}'] == "3.0"
 
 
-def test_a_client_that_leaves_ends_its_requests(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        body = json.dumps({"input": ["a" * 30] * 2000}).encode()
-        task = asyncio.ensure_future(call(app, "POST", EMBEDDINGS, body=body))
-        while not model.num_unfinished_requests:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await freed(model)
-
-    serve(llm, main)
+async def test_a_client_that_leaves_ends_its_requests(app: ASGIApp, model: AsyncLLM) -> None:
+    body = json.dumps({"input": ["a" * 30] * 2000}).encode()
+    task = asyncio.ensure_future(call(app, "POST", EMBEDDINGS, body=body))
+    while not model.num_unfinished_requests:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await freed(model)
 
 
 def test_large_answers_are_written_in_pieces(llm: LLM) -> None:

@@ -222,20 +222,19 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{}, {"n": 4}, {"prompt": ["a", "b", "c"], "n": 2}, {"prompt": ["a"] * 20}], ids=str)
-def test_a_client_that_disconnects_ends_all_its_requests(llm: AsyncLLM, body: dict[str, Any], stream: bool) -> None:
-    async def run() -> None:
-        connection = Connection(build_app(llm, ServerConfig()), COMPLETIONS, {**ENDLESS, **body, "stream": stream})
-        scheduler, prompts = llm.llm.core.scheduler, body.get("prompt", "a")
-        while not scheduler.running or (stream and connection.num_chunks < 3):
-            await asyncio.sleep(0.01)
-        assert llm.num_unfinished_requests == (len(prompts) if isinstance(prompts, list) else 1)
-        connection.gone.set()
-        await connection.task
-        assert llm.num_unfinished_requests == 0
-        while scheduler.unfinished:
-            await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_a_client_that_disconnects_ends_all_its_requests(
+    llm: AsyncLLM, body: dict[str, Any], stream: bool
+) -> None:
+    connection = Connection(build_app(llm, ServerConfig()), COMPLETIONS, {**ENDLESS, **body, "stream": stream})
+    scheduler, prompts = llm.llm.core.scheduler, body.get("prompt", "a")
+    while not scheduler.running or (stream and connection.num_chunks < 3):
+        await asyncio.sleep(0.01)
+    assert llm.num_unfinished_requests == (len(prompts) if isinstance(prompts, list) else 1)
+    connection.gone.set()
+    await connection.task
+    assert llm.num_unfinished_requests == 0
+    while scheduler.unfinished:
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.slow

@@ -109,45 +109,41 @@ def test_a_disconnect_frees_the_memory_within_a_step(llm: LLM, stream: bool) -> 
     assert list(llm.core.engine.handles) == []
 
 
-def test_a_disconnect_while_a_request_waits_or_is_prepared_frees_it(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        gone, left = asyncio.Event(), asyncio.Event()
-        running = asyncio.create_task(post(app, LONG | {"n": 4}, disconnect=gone))
-        await until(lambda: len(llm.core.scheduler.running) == 4)
-        waiting = asyncio.create_task(post(app, SHORT, disconnect=left))
-        await until(lambda: llm.core.scheduler.num_waiting == 1)
-        left.set()
-        await asyncio.wait_for(waiting, 5)
-        await until(lambda: llm.core.scheduler.num_waiting == 0)
-        prepared = asyncio.create_task(post(app, SHORT, disconnect=left))
-        await asyncio.wait_for(prepared, 5)
-        await until(lambda: model.num_unfinished_requests == 1)
-        gone.set()
-        await asyncio.wait_for(running, 5)
-        await until(lambda: not llm.core.scheduler.unfinished)
+async def test_a_disconnect_while_a_request_waits_or_is_prepared_frees_it(
+    llm: LLM, app: ASGIApp, model: AsyncLLM
+) -> None:
+    gone, left = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(post(app, LONG | {"n": 4}, disconnect=gone))
+    await until(lambda: len(llm.core.scheduler.running) == 4)
+    waiting = asyncio.create_task(post(app, SHORT, disconnect=left))
+    await until(lambda: llm.core.scheduler.num_waiting == 1)
+    left.set()
+    await asyncio.wait_for(waiting, 5)
+    await until(lambda: llm.core.scheduler.num_waiting == 0)
+    prepared = asyncio.create_task(post(app, SHORT, disconnect=left))
+    await asyncio.wait_for(prepared, 5)
+    await until(lambda: model.num_unfinished_requests == 1)
+    gone.set()
+    await asyncio.wait_for(running, 5)
+    await until(lambda: not llm.core.scheduler.unfinished)
 
-    serve(llm, main)
 
-
-def test_a_full_queue_is_429(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        gone = asyncio.Event()
-        tasks = [asyncio.create_task(post(app, LONG | {"n": 4}, disconnect=gone))]
-        await until(lambda: len(llm.core.scheduler.running) == 4)
-        tasks += [asyncio.create_task(post(app, SHORT, disconnect=gone)) for _ in range(2)]
-        await until(lambda: llm.core.scheduler.num_waiting == 2)
-        refused = await post(app, SHORT)
-        assert (refused.status, refused.headers["retry-after"], refused.error["code"]) == (
-            429,
-            "1",
-            "rate_limit_exceeded",
-        )
-        gone.set()
-        await asyncio.gather(*tasks)
-        await until(lambda: not llm.core.scheduler.unfinished)
-        assert (await post(app, SHORT)).status == 200
-
-    serve(llm, main)
+async def test_a_full_queue_is_429(llm: LLM, app: ASGIApp) -> None:
+    gone = asyncio.Event()
+    tasks = [asyncio.create_task(post(app, LONG | {"n": 4}, disconnect=gone))]
+    await until(lambda: len(llm.core.scheduler.running) == 4)
+    tasks += [asyncio.create_task(post(app, SHORT, disconnect=gone)) for _ in range(2)]
+    await until(lambda: llm.core.scheduler.num_waiting == 2)
+    refused = await post(app, SHORT)
+    assert (refused.status, refused.headers["retry-after"], refused.error["code"]) == (
+        429,
+        "1",
+        "rate_limit_exceeded",
+    )
+    gone.set()
+    await asyncio.gather(*tasks)
+    await until(lambda: not llm.core.scheduler.unfinished)
+    assert (await post(app, SHORT)).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,21 +197,17 @@ def test_logits_that_are_not_finite_fail_one_request_alone(
     serve(llm, main)
 
 
-def test_a_failing_drafter_fails_one_request_alone(llm: LLM) -> None:
+async def test_a_failing_drafter_fails_one_request_alone(llm: LLM, app: ASGIApp) -> None:
     from helpers.drafters import FailingDrafter
 
     prompts, params = ["abc", "bcd", "cde"], SamplingParams(temperature=0.0, max_tokens=6)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
     llm.reset_prefix_cache()
     llm.core.speculator = Speculator(FailingDrafter(), speculate_k=2)
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        body = {"max_tokens": 6, "temperature": 0}
-        first, failed, last = await asyncio.gather(*(post(app, body | {"prompt": prompt}) for prompt in prompts))
-        assert [text(first), text(last)] == expected[::2]
-        assert (failed.status, failed.error["type"]) == (500, "server_error")
-
-    serve(llm, main)
+    body = {"max_tokens": 6, "temperature": 0}
+    first, failed, last = await asyncio.gather(*(post(app, body | {"prompt": prompt}) for prompt in prompts))
+    assert [text(first), text(last)] == expected[::2]
+    assert (failed.status, failed.error["type"]) == (500, "server_error")
 
 
 def test_grammars_that_take_long_to_compile_delay_no_other_request(
@@ -272,15 +264,12 @@ def test_bounds_of_a_request_are_400_with_the_field(llm: LLM) -> None:
     serve(llm, main, max_sequences=8, max_logprobs=5, max_body_bytes=20_000)
 
 
-def test_unknown_paths_and_methods_are_errors_in_openai_shape(llm: LLM) -> None:
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        assert (await call(app, "GET", "/v1/unknown")).error["type"] == "not_found_error"
-        wrong = await call(app, "GET", COMPLETIONS)
-        assert (wrong.status, wrong.error["type"]) == (405, "invalid_request_error")
-        assert "POST" in wrong.headers["allow"]
-        assert (await post(app, SHORT | {"model": "other"})).status == 404
-
-    serve(llm, main)
+async def test_unknown_paths_and_methods_are_errors_in_openai_shape(app: ASGIApp, model: AsyncLLM) -> None:
+    assert (await call(app, "GET", "/v1/unknown")).error["type"] == "not_found_error"
+    wrong = await call(app, "GET", COMPLETIONS)
+    assert (wrong.status, wrong.error["type"]) == (405, "invalid_request_error")
+    assert "POST" in wrong.headers["allow"]
+    assert (await post(app, SHORT | {"model": "other"})).status == 404
 
 
 def test_no_file_is_opened_because_of_a_request(llm: LLM) -> None:
