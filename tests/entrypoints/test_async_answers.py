@@ -6,7 +6,6 @@ They are read in a thread, so that the event loop goes on. Each search of the te
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import pytest
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from helpers.async_llm import freed, run
+from helpers.async_llm import freed
 from helpers.chat import HI, chat_folder
 from helpers.response_templates import TEMPLATES
 from helpers.tools import tools_folder
@@ -56,9 +55,8 @@ class Gate:
                 raise error
             return search(template, *arguments)
 
-        for name in ("find",):
-            gate = functools.partial(gated, getattr(ResponseTemplate, name))
-            monkeypatch.setattr(ResponseTemplate, name, lambda *arguments, gate=gate: gate(*arguments))
+        find = ResponseTemplate.find
+        monkeypatch.setattr(ResponseTemplate, "find", lambda *arguments: gated(find, *arguments))
 
 
 async def outputs(stream: AsyncOutputStream) -> list[RequestOutput]:
@@ -78,80 +76,71 @@ async def entered(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final_only"])
-def test_the_event_loop_goes_on_while_a_template_reads(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_goes_on_while_a_template_reads(
+    llm: LLM, model: AsyncLLM, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.chat(HI, PARAMS)[0].outputs[0].message
     gate = Gate(monkeypatch)
-
-    async def main(model: AsyncLLM) -> list[RequestOutput]:
-        task = asyncio.ensure_future(outputs(model.chat(HI, PARAMS, output_kind=kind)))
-        await entered(gate)
-        assert not task.done()
-        gate.open.set()
-        return await task
-
-    found = run(main, llm)
+    task = asyncio.ensure_future(outputs(model.chat(HI, PARAMS, output_kind=kind)))
+    await entered(gate)
+    assert not task.done()
+    gate.open.set()
+    found = await task
     assert isinstance(expected, ChatMessage)
     assert found[-1].outputs[0].message == expected
     assert kind != "delta" or text_of(found) == expected.content
     assert set(gate.threads) == {"nanoinfer-answers"}
 
 
-def test_a_task_is_cancelled_while_a_template_reads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_is_cancelled_while_a_template_reads(
+    llm: LLM, model: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.chat(HI, PARAMS)[0].outputs[0].message
     gate = Gate(monkeypatch)
-
-    async def main(model: AsyncLLM) -> list[RequestOutput]:
-        stream = model.chat(HI, SamplingParams(max_tokens=200, ignore_eos=True), output_kind="delta")
-        task = asyncio.ensure_future(anext(stream))
-        await entered(gate)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert stream.finished
-        await freed(model)
-        gate.open.set()
-        return await outputs(model.chat(HI, PARAMS, output_kind="delta"))
-
-    assert run(main, llm)[-1].outputs[0].message == expected
+    stream = model.chat(HI, SamplingParams(max_tokens=200, ignore_eos=True), output_kind="delta")
+    task = asyncio.ensure_future(anext(stream))
+    await entered(gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stream.finished
+    await freed(model)
+    gate.open.set()
+    assert (await outputs(model.chat(HI, PARAMS, output_kind="delta")))[-1].outputs[0].message == expected
 
 
-def test_an_error_of_reading_is_that_of_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_reading_is_that_of_its_request(
+    llm: LLM, model: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.chat(HI, PARAMS)[0].outputs[0].message
     gate = Gate(monkeypatch)
     gate.open.set()
     gate.fails = lambda arguments: OSError("broken") if "other" in str(arguments) else None
-
-    async def main(model: AsyncLLM) -> list[Any]:
-        other = [{"role": "user", "content": "other"}]
-        asked = [model.chat(messages, PARAMS, output_kind="delta") for messages in (HI, other, HI)]
-        return await asyncio.gather(*map(outputs, asked), return_exceptions=True)
-
-    first, second, third = run(main, llm)
+    other = [{"role": "user", "content": "other"}]
+    asked = [outputs(model.chat(messages, PARAMS, output_kind="delta")) for messages in (HI, other, HI)]
+    results: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+    first, second, third = results
     assert (type(second), str(second)) == (OSError, "broken")
     assert first[-1].outputs[0].message == third[-1].outputs[0].message == expected
 
 
-def test_an_answer_that_is_not_read_before_the_end_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_not_read_before_the_end_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     gate.open.set()
-
-    async def main() -> None:
-        model = AsyncLLM.from_llm(llm)
-        stream = model.chat(HI, PARAMS, output_kind="final_only")
-        arrived = asyncio.Event()
-        stream.begin(arrived.set)
-        await arrived.wait()
-        model.shutdown()
-        with pytest.raises(NanoinferError, match="the AsyncLLM is closed"):
-            await anext(stream)
-
-    asyncio.run(main())
+    model = AsyncLLM.from_llm(llm)
+    stream = model.chat(HI, PARAMS, output_kind="final_only")
+    arrived = asyncio.Event()
+    stream.begin(arrived.set)
+    await arrived.wait()
+    model.shutdown()
+    with pytest.raises(NanoinferError, match="the AsyncLLM is closed"):
+        await anext(stream)
     assert gate.threads == []
 
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])
 @pytest.mark.parametrize("quick_size", [chat.QUICK_SIZE, 30])
-def test_short_texts_are_read_in_the_event_loop(
+async def test_short_texts_are_read_in_the_event_loop(
     kind: str, quick_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(tools_folder(tmp_path / "tools")), engine="native", max_num_seqs=4)
@@ -166,11 +155,8 @@ def test_short_texts_are_read_in_the_event_loop(
         return read(reader, output)
 
     monkeypatch.setattr(chat.AnswerReader, "read", noted)
-
-    async def main(model: AsyncLLM) -> list[RequestOutput]:
-        return await outputs(model.chat(HI, params, output_kind=kind, thinking_token_budget=8))
-
-    found = run(main, llm)
+    async with AsyncLLM.from_llm(llm) as model:
+        found = await outputs(model.chat(HI, params, output_kind=kind, thinking_token_budget=8))
     last = {o.index: o.message for output in found for o in output.outputs if o.message is not None}
     assert [last[0], last[1]] == expected
     assert {*threads} <= {("MainThread", True), ("nanoinfer-answers", False)}

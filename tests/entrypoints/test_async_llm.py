@@ -613,48 +613,42 @@ async def test_a_slow_reader_gets_merged_outputs_and_delays_no_other(llm: LLM, k
             assert values(found) == pytest.approx(values(o.logprobs), abs=1e-4)
 
 
-def test_a_long_prompt_does_not_stop_the_loop() -> None:
-    async def main() -> tuple[float, float]:
-        async with AsyncLLM("shakespeare", max_num_seqs=1) as model:
-            text = "To be, or not to be: that is the question. " * 20_000
-            gaps = []
-            task = asyncio.create_task(model.tokenize(text))
-            before = start = time.perf_counter()
-            while not task.done():
-                await asyncio.sleep(0.001)
-                now = time.perf_counter()
-                gaps.append(now - before)
-                before = now
-            assert await model.decode((await task)[:100]) == text[: len(model.llm.decode((await task)[:100]))]
-            return max(gaps), before - start
-
-    gap, seconds = asyncio.run(main())
+async def test_a_long_prompt_does_not_stop_the_loop() -> None:
+    async with AsyncLLM("shakespeare", max_num_seqs=1) as model:
+        text = "To be, or not to be: that is the question. " * 20_000
+        gaps = []
+        task = asyncio.create_task(model.tokenize(text))
+        before = start = time.perf_counter()
+        while not task.done():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+        assert await model.decode((await task)[:100]) == text[: len(model.llm.decode((await task)[:100]))]
+        gap, seconds = max(gaps), before - start
     assert gap < seconds / 2, (gap, seconds)
 
 
 # The end -----------------------------------------------------------------------------------------------------
 
 
-def test_close_ends_everything(llm: LLM) -> None:
-    async def main() -> None:
-        model = AsyncLLM.from_llm(llm)
-        await anext(running := model.generate("a", LONG))  # alone: requests are prepared, and so begin, in any order
-        tasks = [asyncio.create_task(whole(model.generate("To be", LONG))) for _ in range(20)]
-        await asyncio.sleep(0)  # until each is registered
-        assert model.num_unfinished_requests == 21
-        await model.close()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert (type(result), str(result)) == (NanoinferError, CLOSED)
-        assert await refused(running) == CLOSED
-        assert await refused(model.generate("To be", GREEDY)) == CLOSED
-        for call in (model.tokenize("a"), model.perplexity("To be"), model.abort("x")):
-            with pytest.raises(NanoinferError, match="closed"):
-                await call
-        assert model.num_unfinished_requests == 0
-        await model.close()
-        model.shutdown()
-
-    asyncio.run(main())
+async def test_close_ends_everything(llm: LLM) -> None:
+    model = AsyncLLM.from_llm(llm)
+    await anext(running := model.generate("a", LONG))  # alone: requests are prepared, and so begin, in any order
+    tasks = [asyncio.create_task(whole(model.generate("To be", LONG))) for _ in range(20)]
+    await asyncio.sleep(0)  # until each is registered
+    assert model.num_unfinished_requests == 21
+    await model.close()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert (type(result), str(result)) == (NanoinferError, CLOSED)
+    assert await refused(running) == CLOSED
+    assert await refused(model.generate("To be", GREEDY)) == CLOSED
+    for call in (model.tokenize("a"), model.perplexity("To be"), model.abort("x")):
+        with pytest.raises(NanoinferError, match="closed"):
+            await call
+    assert model.num_unfinished_requests == 0
+    await model.close()
+    model.shutdown()
     assert not llm.core.unfinished
     assert set(llm.engine.handles) == llm.core.scheduler.handles
     assert llm.generate("To be", GREEDY)[0].finished  # the model itself is not closed

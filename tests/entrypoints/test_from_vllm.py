@@ -394,21 +394,18 @@ def test_log_probabilities_of_the_whole_vocabulary(llm: LLM) -> None:
     assert {entry.decoded_token for step in steps for entry in (step or {}).values()} == {None}
 
 
-def test_output_kinds(llm: LLM) -> None:
+async def test_output_kinds(llm: LLM) -> None:
     async def outputs(kind: RequestOutputKind | str, **options: str) -> list[RequestOutput]:
         params = SamplingParams(max_tokens=5, temperature=0, output_kind=kind)  # type: ignore[arg-type]
         return [output async for output in AsyncLLM.from_llm(llm).generate("Go", params, **options)]
 
-    async def main() -> None:
-        final = await outputs(RequestOutputKind.FINAL_ONLY)
-        assert [len(o.outputs[0].token_ids) for o in final] == [5]
-        delta = await outputs("delta")
-        assert "".join(o.outputs[0].text for o in delta) == final[0].outputs[0].text
-        assert sum(len(o.outputs[0].token_ids) for o in delta) == 5
-        assert len((await outputs("final_only", output_kind="cumulative"))[-1].outputs[0].token_ids) == 5
-        assert len(await outputs("delta", output_kind="final_only")) == 1  # the argument is first
-
-    asyncio.run(main())
+    final = await outputs(RequestOutputKind.FINAL_ONLY)
+    assert [len(o.outputs[0].token_ids) for o in final] == [5]
+    delta = await outputs("delta")
+    assert "".join(o.outputs[0].text for o in delta) == final[0].outputs[0].text
+    assert sum(len(o.outputs[0].token_ids) for o in delta) == 5
+    assert len((await outputs("final_only", output_kind="cumulative"))[-1].outputs[0].token_ids) == 5
+    assert len(await outputs("delta", output_kind="final_only")) == 1  # the argument is first
     params = SamplingParams(max_tokens=5, temperature=0, output_kind=RequestOutputKind.DELTA)
     assert len(llm.generate("Go", params)[0].outputs[0].token_ids) == 5  # LLM returns whole outputs
 
@@ -462,17 +459,14 @@ KEEPS = (
         (KEEPS, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "<user>Hi</><assistant>a\nb"),
     ],
 )
-def test_the_last_message_is_continued(template: str, content: object, prompt: str, chat: LLM) -> None:
+async def test_the_last_message_is_continued(template: str, content: object, prompt: str, chat: LLM) -> None:
     messages = [*HI, {"role": "assistant", "content": content}]
     options = {"chat_template": template, "add_generation_prompt": False, "continue_final_message": True}
     (out,) = chat.chat(messages, TWELVE, **options)  # type: ignore[arg-type]
     assert out.prompt == prompt
     assert out.prompt_token_ids == chat.apply_chat_template(messages, **options)
-
-    async def main() -> RequestOutput:
-        return [output async for output in AsyncLLM.from_llm(chat).chat(messages, TWELVE, **options)][-1]  # type: ignore[arg-type]
-
-    assert asyncio.run(main()).outputs == out.outputs
+    streamed = [output async for output in AsyncLLM.from_llm(chat).chat(messages, TWELVE, **options)]  # type: ignore[arg-type]
+    assert streamed[-1].outputs == out.outputs
 
 
 def test_what_cannot_be_continued(chat: LLM) -> None:
