@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     config = replace(PRESETS[options.preset], block_size=2 * options.context)
-    limits = EngineLimits(1, config.block_size, config.block_size, num_states=4)
+    limits = EngineLimits(1, config.block_size, config.block_size, num_states=4, num_pending=8)
     spec, block = registry.ENGINES["native"], mtp_config(config)
     target = registry.build(
         spec, Weights(config, "float32", lambda: initialize(config, 0)),

@@ -49,6 +49,8 @@ class EngineConfig:
     """Maximum number of adapters in memory."""
     max_lora_rank: int = bounded(16, 1, 1024)
     """Maximum rank of an adapter."""
+    max_speculate_k: int = bounded(0, 0, 64)
+    """Proposals per step that the states of recurrent layers leave room to reject (default: those of the draft)."""
     sampler: str = chosen("auto", SAMPLERS)
     """auto (the fastest one, whose tokens are the reference's), or reference."""
 
@@ -74,6 +76,8 @@ class EngineLimits:
     """Maximum number of idle sequences that stay open beside the running ones; 0 where each reserves memory."""
     num_states: int = 0
     """Number of states of recurrent layers that open sequences and kept prefixes share (kv/states.py)."""
+    num_pending: int = 1
+    """Newest tokens of a sequence whose inputs a state keeps."""
 
 
 @dataclass(frozen=True)

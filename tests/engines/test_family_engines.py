@@ -164,7 +164,7 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
     other = str(folder_of("llama" if not case.startswith("llama") else "gpt_neox"))
     prompts = [REPEATING, *PROMPTS]
     plain = tokens(LLM(folder, engine=engine, dtype="float32"), prompts, GREEDY)
-    llm = LLM(folder, engine=engine, dtype="float32", max_num_seqs=5)
+    llm = LLM(folder, engine=engine, dtype="float32", max_num_seqs=5, max_speculate_k=3)
     accepted = {}
     first_layers = [] if llm.config.per_layer_dim else ["self:2"]  # which such a model has none of
     for draft in ("prompt-lookup", "self:int8", *first_layers, other):

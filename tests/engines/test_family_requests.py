@@ -52,8 +52,9 @@ def llm_of(folder_of: Callable[[str], Path], gpt_of: Callable[[str], Transformer
     def make(engine: str, case: str) -> LLM:
         config = gpt_of(case).config
         block = kv_block_bytes(config, "float32") if engine == "native" else KV_BLOCK * config.kv_bytes_per_token(4)
-        states = (5 + _MIN_KEPT) * state_bytes(config) if config.recurrence else 0
-        options = {"dtype": "float32", "max_num_seqs": 5, "kv_cache_memory": NUM_BLOCKS * block + states}
+        blocks = NUM_BLOCKS * block
+        states = max(blocks, (5 + _MIN_KEPT) * state_bytes(config, 1)) if config.recurrence else 0  # at least half
+        options = {"dtype": "float32", "max_num_seqs": 5, "kv_cache_memory": blocks + states}
         return LLM(str(folder_of(case)), engine=engine, device="cpu", **options)
 
     return make

@@ -21,7 +21,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import plan_limits, state_bytes
-from nanoinfer.kv.states import MAX_PENDING, ZEROS, StatePool
+from nanoinfer.kv.states import ZEROS, StatePool
 from nanoinfer.models import recurrent
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.transformer import Transformer
@@ -244,9 +244,9 @@ def test_a_state_that_is_not_finite_ends_its_request_alone(
 
 
 def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> None:
-    pool = StatePool(3)
+    pool = StatePool(3, num_pending=8)
     pool.open(0)
-    assert pool.step([0], [20]) == ([(ZEROS, 1)], [(1, 0)])  # more than MAX_PENDING: nothing is pending
+    assert pool.step([0], [20]) == ([(ZEROS, 1)], [(1, 0)])  # more than 8: nothing is pending
     pool.keep(0)
     assert pool.step([0], [2]) == ([(1, 2)], [(2, 0)])
     assert [pool.cut(0, n) for n in (22, 21, 20, 19, 0)] == [22, 21, 20, 0, 0]
@@ -256,13 +256,13 @@ def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> N
     assert pool.step([1, 0], [1, 1]) == ([(2, 3)], [(3, 1), (2, 2)])
     assert (pool.cut(0, 21), pool.cut(1, 20), pool.cut(1, 21)) == (20, 20, 21)
     pool.open(2)
-    assert pool.step([2], [MAX_PENDING]) == ([(ZEROS, 1)], [(1, 0)])  # the kept row was given up
+    assert pool.step([2], [8]) == ([(ZEROS, 1)], [(1, 0)])  # the kept row was given up
     assert (pool.cut(0, 21), pool.cut(2, 3)) == (0, 3)
     for handle in (0, 1, 2):
         pool.close(handle)
     pool.open(3)
     assert [pool.step([3], [1]) for _ in range(2)] == [([(ZEROS, 1)], [(1, 0)]), ([], [(1, 1)])]
-    pool = StatePool(3)
+    pool = StatePool(3, num_pending=8)
     for handle in (0, 1):
         pool.open(handle)
         pool.step([handle], [100])
@@ -274,10 +274,11 @@ def test_rows_are_copied_when_they_are_written_and_kept_ones_are_given_up() -> N
 
 def test_the_plan_counts_states() -> None:
     config = model("delta").config
-    row = state_bytes(config)
-    assert row == 4 * 3 * (3 * 108 + 6 * 8 * 10 + MAX_PENDING * (108 + 12))
-    limits = plan_limits(config, EngineConfig(max_num_seqs=4, kv_cache_memory=40 * row), "blocks", "float32", 0)
-    assert (limits.num_states, limits.max_idle_seqs) == (20, 8)
+    row = state_bytes(config, 4)
+    assert row == 4 * 3 * (3 * 108 + 6 * 8 * 10 + 4 * (108 + 12))
+    options = EngineConfig(max_num_seqs=4, kv_cache_memory=40 * row, max_speculate_k=3)
+    limits = plan_limits(config, options, "blocks", "float32", 0)
+    assert (limits.num_states, limits.max_idle_seqs, limits.num_pending) == (20, 8, 4)
     assert limits.max_num_cached_tokens * config.kv_bytes_per_token(4) <= 20 * row
     with pytest.raises(NanoinferError, match=r"kv_cache_memory=100 bytes is too little for 4 sequences, whose states"):
         plan_limits(config, EngineConfig(max_num_seqs=4, kv_cache_memory=100), "blocks", "float32", 0)

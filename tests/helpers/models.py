@@ -69,7 +69,8 @@ def weights_of(gpt: Transformer) -> Weights:
 
 def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:
     num_states = 3 * max_num_seqs if config.recurrence else 0
-    return EngineLimits(max_num_seqs, config.block_size, max_num_seqs * config.block_size, num_states=num_states)
+    num_tokens = max_num_seqs * config.block_size
+    return EngineLimits(max_num_seqs, config.block_size, num_tokens, num_states=num_states, num_pending=8)
 
 
 def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:

@@ -58,7 +58,7 @@ def tokens(n: int, seed: int) -> list[int]:
 def engine_of(
     weights: Weights, max_num_cached_tokens: int = 8 * 32, num_states: int = 0, **options: object
 ) -> NativeEngine:
-    limits = EngineLimits(8, weights.config.block_size, max_num_cached_tokens, num_states=num_states)
+    limits = EngineLimits(8, weights.config.block_size, max_num_cached_tokens, num_states=num_states, num_pending=8)
     return NativeEngine(weights, limits, EngineConfig(engine="native", **options))  # type: ignore[arg-type]
 
 

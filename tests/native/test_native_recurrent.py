@@ -16,7 +16,6 @@ from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.kv.plan import state_bytes
-from nanoinfer.kv.states import MAX_PENDING
 from nanoinfer.recurrence import Recurrence
 
 STATES = {
@@ -27,6 +26,7 @@ STATES = {
     "beside, odd widths": Recurrence("mamba2", 3, 6, 11, 2, 9, norm_groups=0),
     "conv": Recurrence("conv", 3, 1, 64),
 }
+PENDING = 8  # of helpers/native.py
 LENGTH = 300
 """More than the rows that go through the layers together (kMaxRows in forward.h)."""
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, LENGTH))
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_reference_and_the_same_in_any_company(
     """Steps have more tokens than a pass over the layers, as many as can be pending, and one more. Any division of the
     tokens into steps gives the same bits."""
     weights = weights_of(name)
-    counts = (*(MAX_PENDING,) * 9, 1, 1, 3, 9, 214)
+    counts = (*(PENDING,) * 9, 1, 1, 3, 9, 214)
     expected = load_gpt(weights).eval()(torch.tensor(TOKENS)).detach().numpy()
     for isa in ISAS:
         monkeypatch.setenv("NANOINFER_ISA", isa)
@@ -96,10 +96,10 @@ def test_logits_are_those_of_the_reference_and_the_same_in_any_company(
 def test_few_tokens_of_a_sequence_are_in_one_pass_over_the_layers() -> None:
     """Between 250 tokens of a prompt and the end of a pass are 6 rows, and the next sequence has 8."""
     engine = new_engine(weights_of("delta"))
-    alone = logits_of(engine, [1], MAX_PENDING, 1)[0]
+    alone = logits_of(engine, [1], PENDING, 1)[0]
     prompt, few = engine.open(), engine.open()
     found = []
-    for n, count in ((250, MAX_PENDING), (1, 1)):
+    for n, count in ((250, PENDING), (1, 1)):
         batch, (first, have) = StepBatch(), (engine.length(prompt), engine.length(few))
         batch.add(prompt, TOKENS[0, first : first + n].tolist(), 0)
         batch.add(few, TOKENS[1, have : have + count].tolist(), count)
@@ -110,12 +110,14 @@ def test_few_tokens_of_a_sequence_are_in_one_pass_over_the_layers() -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_the_decoder_has_the_memory_that_is_planned(name: str) -> None:
     weights = weights_of(name)
-    assert new_engine(weights)._decoder.state_bytes == state_bytes(weights.config)
+    assert new_engine(weights)._decoder.state_bytes == state_bytes(weights.config, PENDING)
 
 
 def decoder_of(rule: str = "delta", num_states: int = 3, **sizes: int) -> object:
     states, layers = _native.StateShape(), [_native.LayerShape() for _ in range(2)]
-    for field, size in ({"taps": 4, "num_heads": 4, "value_dim": 5, "num_key_heads": 2, "key_dim": 3} | sizes).items():
+    for field, size in (
+        {"taps": 4, "num_heads": 4, "value_dim": 5, "num_key_heads": 2, "key_dim": 3, "num_pending": PENDING} | sizes
+    ).items():
         setattr(states, field, size)
     for layer in layers:
         layer.n_head = layer.n_kv_head = 2
@@ -126,19 +128,19 @@ def decoder_of(rule: str = "delta", num_states: int = 3, **sizes: int) -> object
 def test_the_decoder_checks_states_and_steps() -> None:
     decoder = decoder_of()
     for change in (
-        {"rule": "rwkv"}, {"rule": "none"}, {"rule": "conv"}, {"num_states": 0}, {"taps": 1}, {"taps": 65},
-        {"num_key_heads": 3}, {"num_key_heads": 0}, {"key_dim": 0}, {"value_dim": 2**24}, {"norm_groups": 0},
-        {"norm_groups": 3},
+        {"rule": "rwkv"}, {"rule": "none"}, {"rule": "conv"}, {"num_states": 0}, {"num_pending": 0}, {"taps": 1},
+        {"taps": 65}, {"num_key_heads": 3}, {"num_key_heads": 0}, {"key_dim": 0}, {"value_dim": 2**24},
+        {"norm_groups": 0}, {"norm_groups": 3},
     ):  # fmt: skip
         with pytest.raises(ValueError):
             decoder_of(**change)  # type: ignore[arg-type]
     a, b = decoder.open(), decoder.open()  # type: ignore[attr-defined]
     logits = np.empty((0, decoder.logits_stride), np.float32)  # type: ignore[attr-defined]
     step = {"handles": [a, b], "token_ids": [1, 2], "num_new": [1, 1], "num_logits": [0, 0], "logits": logits}
-    good = {"states": [(1, 0), (3, MAX_PENDING)], "copies": [(0, 1), (1, 3)]}
+    good = {"states": [(1, 0), (3, PENDING)], "copies": [(0, 1), (1, 3)]}
     for change in (
         {"states": []}, {"states": [(1, 0)]}, {"states": [(1, 0), (1, 0)]}, {"states": [(0, 0), (1, 0)]},
-        {"states": [(1, 0), (4, 0)]}, {"states": [(1, -1), (2, 0)]}, {"states": [(1, MAX_PENDING + 1), (2, 0)]},
+        {"states": [(1, 0), (4, 0)]}, {"states": [(1, -1), (2, 0)]}, {"states": [(1, PENDING + 1), (2, 0)]},
         {"copies": [(1, 0)]}, {"copies": [(4, 1)]}, {"copies": [(-1, 1)]}, {"copies": [(0, 4)]},
     ):  # fmt: skip
         with pytest.raises(ValueError):

@@ -48,7 +48,7 @@ def test_the_block_gives_the_logits_of_transformers_layers(case: str, folder_of)
     h = made.target.model(ids[None]).last_hidden_state[0]
     expected = made.expected(ids[1:], h[:-1])
     weights = open_folder(made.folder)
-    limits = EngineLimits(2, weights.config.block_size, 2 * weights.config.block_size, num_states=8)
+    limits = EngineLimits(2, weights.config.block_size, 2 * weights.config.block_size, num_states=8, num_pending=8)
     for name, shared in (("native", True), ("native", False), ("static", True), ("paged", False)):
         spec = registry.ENGINES[name]
         target = registry.build(spec, weights, EngineConfig(), "cpu", limits)
@@ -147,7 +147,12 @@ def test_a_model_without_a_block(folder_of, tmp_path: Path) -> None:  # type: ig
     folder = make_folder("qwen3_5", tmp_path) and tmp_path
     with pytest.raises(NanoinferError, match=r"draft='mtp': '.*' has no block that predicts a further token: use auto"):
         LLM(str(folder), engine="native", draft="mtp")
-    assert LLM(str(folder), engine="native", draft="auto").core.speculator.drafter.name == "prompt-lookup"
+    llm = LLM(str(folder), engine="native", draft="auto", speculate_k=3)
+    assert (llm.core.speculator.drafter.name, llm.engine.limits.num_pending) == ("prompt-lookup", 4)
+    with pytest.raises(
+        NanoinferError, match=r"proposes up to 12 tokens, .* room to reject 3: give max_speculate_k=12 to"
+    ):
+        llm.set_draft("prompt-lookup")
 
 
 def test_hidden_states_are_kept_until_their_tokens_are_read() -> None:

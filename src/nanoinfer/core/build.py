@@ -121,7 +121,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
     if options.dtype == "auto" and options.quantization is None:
         _log_dtype(model, loaded.weights.stored_dtype)
     drafts = lru_cache(1)(partial(_drafts, model, options))
-    options = options if speculation.draft is None else drafts().leave_room(speculation.draft)
+    options = options if speculation.draft is None else drafts().leave_room(speculation)
     engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
     scheduler = Scheduler(engine, config.scheduler)
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None

@@ -117,7 +117,9 @@ class Engine:
         self.config = config
         self.limits = limits
         self._max_loras = options.max_loras if options.enable_lora else 0
-        self.states = StatePool(limits.num_states) if config.recurrence and self.has_states else None
+        self.states = (
+            StatePool(limits.num_states, limits.num_pending) if config.recurrence and self.has_states else None
+        )
         self._tokens: dict[Handle, list[int]] = {}  # of sequences with states
         self._lengths: dict[Handle, int] = {}
         self._adapters: set[int] = set()

@@ -278,7 +278,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options.backbone = 0 if model.backbone is None else model.backbone.width
     if model.recurrence is not None:
         options.rule, options.num_states = model.recurrence.rule, limits.num_states
-        options.recurrence = _state_shape(model)
+        options.recurrence = _state_shape(model, limits.num_pending)
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):
@@ -296,11 +296,12 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     return options
 
 
-def _state_shape(model: ModelConfig) -> Any:
+def _state_shape(model: ModelConfig, num_pending: int) -> Any:
     """Return the sizes of a layer's state for the C++ decoder."""
     from nanoinfer._native import StateShape
 
     shape = StateShape()
+    shape.num_pending = num_pending
     for name in ("taps", "num_heads", "value_dim", "num_key_heads", "key_dim", "norm_groups", "tiled"):
         setattr(shape, name, getattr(model.recurrence, name))
     return shape

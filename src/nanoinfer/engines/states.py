@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.kv.states import MAX_PENDING, StateStep
+from nanoinfer.kv.states import StateStep
 from nanoinfer.models.recurrent import Recurrent
 
 
@@ -24,21 +24,22 @@ class StateTensors:
     Args:
         config: shape of the model.
         num_rows: rows beside that of zeros.
+        num_pending: tokens whose inputs a row keeps.
         device: of the tensors, which are float32.
 
     Raises:
         NanoinferError: the device does not have enough memory.
     """
 
-    def __init__(self, config: ModelConfig, num_rows: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, num_rows: int, num_pending: int, device: torch.device) -> None:
         shape, layers = config.recurrence, config.recurrent_layers
         assert shape is not None
         rows = num_rows + 2  # zeros first, and last one that padding writes
         try:
             self.states = torch.zeros(len(layers), rows, shape.num_state, device=device)
-            self.pending = torch.zeros(len(layers), rows, MAX_PENDING, shape.num_inputs, device=device)
+            self.pending = torch.zeros(len(layers), rows, num_pending, shape.num_inputs, device=device)
         except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
-            need = 4 * len(layers) * rows * (shape.num_state + MAX_PENDING * shape.num_inputs)
+            need = 4 * len(layers) * rows * (shape.num_state + num_pending * shape.num_inputs)
             raise NanoinferError(
                 f"the states of {num_rows} sequences need {need:,} bytes, more than {device} has free: lower"
                 " max_num_seqs"
@@ -67,9 +68,11 @@ class StateTensors:
         states, pending = self.states[i], self.pending[i]
         before = cell.scan(states[rows], pending[rows], num_pending)[1]
         y, after = cell.scan(before, inputs, count)
-        states[rows] = before if T <= MAX_PENDING else after
-        if T <= MAX_PENDING:
-            pending[rows, :T] = inputs
+        few = min(T, pending.shape[1])
+        if few < T and count is not None:  # of some sequences, the others are padding
+            after = torch.where((count <= few)[:, None], before, after)
+        states[rows] = before if few == T else after
+        pending[rows, :few] = inputs[:, :few]  # not read of those whose state is that after the step
         return y
 
 

@@ -43,7 +43,7 @@ class ModelEngine(Engine):
         self.survives_fork = self.device.type == "cpu"
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         if self.states is not None:
-            self._state_tensors = StateTensors(self.config, limits.num_states, self.device)
+            self._state_tensors = StateTensors(self.config, limits.num_states, limits.num_pending, self.device)
         if config.kv_cache_dtype != "auto":
             round_cache(model, config.kv_cache_dtype)
         lay_out(model)

@@ -103,7 +103,8 @@ class LLM:
         """Set the draft from the next step on, or None for plain decoding.
 
         A draft that was used before is not loaded again. kv_cache_memory limits the KV caches of the model and of the
-        draft given to the constructor; drafts set later allocate additional KV memory.
+        draft given to the constructor; drafts set later allocate additional KV memory. The states of recurrent layers
+        have room for max_speculate_k proposals, or those of the constructor's draft.
 
         Raises:
             NanoinferError: as the constructor.

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.kv.states import MAX_PENDING
 
 DEFAULT_MAX_NUM_SEQS = 64
 KV_BLOCK = 16
@@ -40,7 +39,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
 
     Args:
         model: shape of the model.
-        config: max_num_seqs, kv_cache_memory, kv_cache_dtype and quantization are used.
+        config: max_num_seqs, kv_cache_memory, kv_cache_dtype, quantization and max_speculate_k are used.
         layout: layout of the engine's KV cache, one of LAYOUTS.
         dtype: dtype of the weights; also of keys and values, except in padded blocks.
         free_bytes: free memory on the device.
@@ -52,14 +51,13 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     if layout == "none":
         return EngineLimits(max_num_seqs, model.block_size, max_num_seqs * model.block_size, MAX_IDLE_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
-    if model.recurrence is not None:
-        return _plan_states(model, config, layout, dtype, budget)
-    return _plan_kv(model, config, layout, dtype, budget)
+    plan = _plan_kv if model.recurrence is None else _plan_states
+    return replace(plan(model, config, layout, dtype, budget), num_pending=config.max_speculate_k + 1)
 
 
 def _plan_states(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, budget: int) -> EngineLimits:
     """Return the limits of an engine with states: at most half of the budget is theirs, the rest keys and values."""
-    per_row, most = state_bytes(model), config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    per_row, most = state_bytes(model, config.max_speculate_k + 1), config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     num_rows = budget // 2 // per_row
     if layout in SLOTS:  # a sequence reserves the keys and values of its whole context
         full = model.kv_bytes_per_token(BYTES[dtype]) * slot_tokens(layout, model.block_size)
@@ -77,11 +75,11 @@ def _plan_states(model: ModelConfig, config: EngineConfig, layout: str, dtype: s
     return replace(limits, max_idle_seqs=num_idle, num_states=num_seqs + num_kept)
 
 
-def state_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a row of states (kv/states.py), which are float32."""
+def state_bytes(model: ModelConfig, num_pending: int) -> int:
+    """Return the bytes of a row of states (kv/states.py) with the inputs of `num_pending` tokens, in float32."""
     shape = model.recurrence
     assert shape is not None
-    return 4 * len(model.recurrent_layers) * (shape.num_state + MAX_PENDING * shape.num_inputs)
+    return 4 * len(model.recurrent_layers) * (shape.num_state + num_pending * shape.num_inputs)
 
 
 def _plan_kv(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, budget: int) -> EngineLimits:

@@ -1,8 +1,8 @@
 """The bookkeeping of the states of recurrent layers: which rows of memory hold those of which sequence. No tensors.
 
 A row has the state of each recurrent layer after the first `base` tokens of a sequence, and the inputs of up to
-MAX_PENDING tokens after them. A step first applies those that are still there, then computes the new tokens from the
-result, and keeps the inputs of the new tokens if they are few:
+num_pending tokens after them: 1, or the proposals of a draft and 1. A step first applies those that are still there,
+then computes the new tokens from the result, and keeps the inputs of the new tokens if they are few:
 
     row   state after 40 tokens, inputs of tokens 40..43      a verification of 3 proposals
           truncate to 42: the last two inputs are forgotten   2 proposals were rejected
@@ -19,8 +19,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_PENDING = 8
-"""Tokens whose inputs a row keeps: of a verification of up to 7 proposals."""
 ZEROS = 0
 """The row of an empty sequence, which is never written."""
 
@@ -67,10 +65,11 @@ class StatePool:
 
     Args:
         num_rows: rows beside that of zeros; at least one for each sequence that may be open.
+        num_pending: tokens whose inputs a row keeps.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, num_pending: int) -> None:
+        self.num_rows, self._num_pending = num_rows, num_pending
         self.clear()
 
     def clear(self) -> None:
@@ -148,7 +147,7 @@ class StatePool:
                 s.row = copies[-1][1]
                 self._references[s.row] = 1
             steps.append(StateStep(s.row, s.num_pending))
-            few = count <= MAX_PENDING
+            few = count <= self._num_pending
             s.base, s.num_pending = s.length + (0 if few else count), count if few else 0
         return copies, steps
 

@@ -63,20 +63,21 @@ class DraftFactory:
         """Speculators by draft, rule and k. A speculator that is requested again keeps its costs and statistics."""
         self._costs: StepCosts | None = None
 
-    def leave_room(self, draft: str) -> EngineConfig:
-        """Return the target's configuration with kv_cache_memory reduced by the draft's share.
+    def leave_room(self, speculation: SpeculationConfig) -> EngineConfig:
+        """Return the target's configuration with kv_cache_memory less the draft's share, and room for its proposals.
 
         Raises:
             NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
-        name, target = self._resolve(draft), self._target
+        name, target, own = self._resolve(speculation.draft or ""), self._target, self._config
+        config = replace(own, max_speculate_k=max(own.max_speculate_k, speculation.fixed_k or MAX_K))
         if name in LOOKUPS:
-            return self._config
+            return config
         self._loaded[name] = weights, _ = self._load(name)
-        if self._config.kv_cache_memory is None:
-            return self._config
+        if config.kv_cache_memory is None:
+            return config
         ours, its = (c.kv_bytes_per_token(1) for c in (target.config, weights.config))
-        return replace(self._config, kv_cache_memory=max(1, self._config.kv_cache_memory * ours // (ours + its)))
+        return replace(config, kv_cache_memory=max(1, config.kv_cache_memory * ours // (ours + its)))
 
     def speculator(self, config: SpeculationConfig, engine: Engine) -> Speculator:
         """Return the speculator for a configuration.
@@ -92,6 +93,11 @@ class DraftFactory:
         assert config.draft is not None
         self._engine = engine
         name, rule, k = self._resolve(config.draft), config.speculate_rule, config.fixed_k
+        if engine.states is not None and (k or MAX_K) >= engine.limits.num_pending:
+            raise NanoinferError(
+                f"draft={name!r} proposes up to {k or MAX_K} tokens, the states of recurrent layers have room to reject"
+                f" {engine.limits.num_pending - 1}: give max_speculate_k={k or MAX_K} to LLM"
+            )
         if (name, rule, k) not in self._speculators:
             if name not in self._drafters:
                 lookup = PromptLookup(LOOKUPS[name]) if name in LOOKUPS else None
@@ -210,7 +216,7 @@ def limits_of_draft(target: EngineLimits, model: ModelConfig) -> EngineLimits:
     full, num_blocks = (-(-n // KV_BLOCK) for n in (model.block_size, target.max_num_cached_tokens))
     num_states = (target.num_states or 2 * num_seqs) if model.recurrence else 0
     tokens = max(full, min(num_blocks, num_seqs * full)) * KV_BLOCK
-    return EngineLimits(num_seqs, model.block_size, tokens, num_states=num_states)
+    return EngineLimits(num_seqs, model.block_size, tokens, num_states=num_states, num_pending=target.num_pending)
 
 
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:

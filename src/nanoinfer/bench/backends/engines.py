@@ -25,7 +25,7 @@ class EngineBackend:
         self._llm = LLM(
             str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
             max_num_seqs=case.batch, enable_prefix_caching=case.prefix_caching,
-            max_num_batched_tokens=case.max_num_batched_tokens, target_step_ms=case.target_step_ms,
+            max_num_batched_tokens=case.max_num_batched_tokens, target_step_ms=case.target_step_ms, max_speculate_k=12,
         )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:

@@ -245,7 +245,7 @@ void bind_decoder(nb::module_& m) {
       .def(nb::init<>())
 #define NI_FIELD(name) .def_rw(#name, &StateShape::name)
       NI_FIELD(taps) NI_FIELD(num_heads) NI_FIELD(value_dim) NI_FIELD(num_key_heads) NI_FIELD(key_dim) NI_FIELD(norm_groups)
-      NI_FIELD(tiled);
+      NI_FIELD(tiled) NI_FIELD(num_pending);
 #undef NI_FIELD
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())

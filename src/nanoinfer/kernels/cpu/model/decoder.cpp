@@ -83,6 +83,7 @@ void check_recurrence(const DecoderShape& s, const DecoderOptions& o) {
   require(!s.latent_rank && !s.sub_norms && !s.rounded_inputs, "recurrent layers have no latents, sub_norms or rounded_inputs");
   require(r.taps >= 2 && r.taps <= 64, "taps of a convolution are out of range: " + str(r.taps));
   check_size("num_states", o.num_states);
+  check_size("num_pending", r.num_pending);
   check_size("heads of a state", r.num_heads);
   check_size("values of a state", r.value_dim);
   check_size("heads of keys of a state", r.num_key_heads, r.rule != Rule::conv);
@@ -522,7 +523,7 @@ void Decoder::check_states(const Step& s) const {
   require(s.states.size() == (rows ? s.handles.size() : 0), "a step needs a state for each handle if layers are recurrent");
   std::unordered_set<std::int64_t> seen;
   for (const auto& [row, pending] : s.states)
-    require(has(row, 1) && seen.insert(row).second && pending >= 0 && pending <= kMaxPending,
+    require(has(row, 1) && seen.insert(row).second && pending >= 0 && pending <= model_.shape.recurrence.num_pending,
             "state " + str(row) + " is out of range or appears twice, or its number of pending tokens is: " + str(pending));
   for (const auto& [from, to] : s.copies)
     require(has(from, 0) && has(to, 1), "states to copy are out of range: " + str(from) + " to " + str(to));
@@ -550,7 +551,7 @@ void Decoder::extend(const Step& step, float* logits) {
       Row& row = rows[rows.size() - n + j];
       row.state = step.states[i].first;
       row.num_pending = j ? 0 : step.states[i].second;
-      row.few = n <= kMaxPending;
+      row.few = n <= model_.shape.recurrence.num_pending;
       row.empty = j == 0 && empty.count(row.state);
     }
     for (std::int64_t j = 0; j < n && step.previous; ++j)

@@ -40,6 +40,7 @@ struct StateShape {
   std::int64_t taps = 0, num_heads = 0, value_dim = 0, num_key_heads = 0, key_dim = 0;
   std::int64_t norm_groups = 1;       // of mamba2, of its values; 0: no norm
   bool tiled = false;
+  std::int64_t num_pending = 1;       // tokens whose inputs a state keeps
 
   std::int64_t inner_dim() const { return num_heads * value_dim; }
   std::int64_t key_head(std::int64_t head) const { return tiled ? head % num_key_heads : head / (num_heads / num_key_heads); }
@@ -181,7 +182,7 @@ struct Row {
   std::int64_t adapter = 0;  // from 1 on, 0: none
   std::int64_t state = 0;    // its sequence's row of states, in a model with recurrent layers
   std::int64_t num_pending = 0;  // tokens to apply to the states before this one
-  bool few = false;          // whether the sequence has at most kMaxPending new tokens
+  bool few = false;          // whether the sequence has at most StateShape::num_pending new tokens
   bool empty = false;        // whether its row of states has not been written: it counts as zeros
   const float* previous = nullptr;  // of a model with `mtp`: (source_dim)
 };

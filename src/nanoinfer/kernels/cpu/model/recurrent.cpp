@@ -9,8 +9,7 @@ namespace nanoinfer {
 
 namespace {
 
-constexpr std::int64_t kTokens = 2 * kMaxPending;  // that an item reads before it updates the matrix by them
-constexpr std::int64_t kChannels = 256;            // of an item without a matrix
+constexpr std::int64_t kChannels = 256;  // of an item without a matrix
 constexpr std::int64_t kMostTaps = 64;
 
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -19,7 +18,7 @@ float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 RecurrentLayers::RecurrentLayers(const DecoderShape& s, std::int64_t num_rows, int num_threads)
     : shape_(s.recurrence), num_rows_(num_rows) {
-  layer_floats_ = shape_.num_state() + kMaxPending * shape_.num_inputs();
+  layer_floats_ = shape_.num_state() + shape_.num_pending * shape_.num_inputs();
   for (const LayerShape& l : s.layers) {
     place_.push_back(row_floats_);
     row_floats_ += l.recurrent ? layer_floats_ : 0;
@@ -27,7 +26,8 @@ RecurrentLayers::RecurrentLayers(const DecoderShape& s, std::int64_t num_rows, i
   memory_ = Buffer(num_rows * row_bytes());
   const std::int64_t D = shape_.key_dim;
   token_stride_ = 2 * D + shape_.value_dim + 2;
-  scratch_stride_ = (kTokens * token_stride_ + D * kPanel + kLanes - 1) / kLanes * kLanes;
+  chunk_ = 2 * std::max<std::int64_t>(8, shape_.num_pending);
+  scratch_stride_ = (chunk_ * token_stride_ + D * kPanel + kLanes - 1) / kLanes * kLanes;
   scratch_ = Buffer(num_threads * scratch_stride_ * sizeof(float));
   // x / sqrt(|x|^2 + 1e-6) is an rms norm times 1 / sqrt(D); queries are divided by sqrt(D) once more.
   key_scale_.assign(D, 1 / std::sqrt(static_cast<float>(D)));
@@ -116,11 +116,11 @@ void RecurrentLayers::process(const Kernels& kernels, const RecurrentWeights& w,
     return;
   }
   float* const read = reinterpret_cast<float*>(scratch_.data()) + rank * scratch_stride_;
-  float* const copied = read + kTokens * token_stride_;
+  float* const copied = read + chunk_ * token_stride_;
   float* const matrix = state(layer, run) + (shape_.taps - 1) * shape_.num_channels() + item * D * V;
   if (run.empty) std::fill_n(matrix, D * V, 0.0f);
   for (std::int64_t begin = 0, end; begin < total; begin = end) {  // once if there are few
-    end = std::min(total, begin + kTokens);
+    end = std::min(total, begin + chunk_);
     for (std::int64_t t = begin; t < end; ++t) read_token(kernels, w, from, t, item, read + (t - begin) * token_stride_);
     const std::int64_t old = std::clamp<std::int64_t>(pending - begin, 0, end - begin), added = begin + old - pending;
     for (std::int64_t first = 0; first < V; first += kPanel) {

@@ -4,7 +4,7 @@
 // A row has for each recurrent layer, in float32:
 //   the last taps - 1 inputs of the convolution     (taps - 1, channels)
 //   the matrices of the heads, in panels of columns (heads, value_dim / kPanel, key_dim, kPanel); the last panel may be narrower
-//   the inputs of tokens that are not in these yet  (kMaxPending, inputs)
+//   the inputs of tokens that are not in these yet  (num_pending, inputs)
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,6 @@
 #include "forward.h"
 
 namespace nanoinfer {
-
-constexpr std::int64_t kMaxPending = 8;  // MAX_PENDING in nanoinfer/kv/states.py
 
 class RecurrentLayers {
  public:
@@ -68,6 +66,7 @@ class RecurrentLayers {
   const std::int64_t num_rows_;
   std::vector<std::int64_t> place_;   // of each layer in a row, in floats
   std::int64_t layer_floats_ = 0, row_floats_ = 0;
+  std::int64_t chunk_ = 0;  // tokens that an item reads before it updates the matrix by them
   std::int64_t token_stride_ = 0, scratch_stride_ = 0;
   Buffer memory_, scratch_;
   std::vector<float> key_scale_, query_scale_, zeros_;  // (key_dim)
