@@ -96,7 +96,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of an MLP (Shazeer et al. 2017): a router chooses some gated MLPs for each token.
+    """A mixture of experts in place of an MLP (Shazeer et al. 2017): a router chooses some MLPs for each token.
 
     Raises:
         NanoinferError: a field is out of range, or fields contradict each other.
@@ -423,12 +423,10 @@ class ModelConfig:
             raise NanoinferError("a layer has experts, but the config does not describe them: set experts")
         if self.experts is not None:
             require_int("experts * n_embd", self.experts.count * self.n_embd, 1, MAX)
-            if not self.gated_mlp:
-                raise NanoinferError("experts need gated_mlp=True: each expert is a gated MLP")
-            places = self.norm, self.norm_placement, all(kind.experts for kind in self.layers)
+            places = self.norm, self.norm_placement, self.gated_mlp and all(kind.experts for kind in self.layers)
             if self.experts.beside and places != ("rms", "both", True):
                 raise NanoinferError(
-                    "experts beside an MLP need norm=rms, norm_placement=both, and to be in every layer"
+                    "experts beside an MLP need norm=rms, norm_placement=both, gated_mlp=True, and to be in every layer"
                 )
         if self.activation == "clamped_silu" and not self.gated_mlp:
             raise NanoinferError("activation=clamped_silu needs gated_mlp=True: it clamps the product's factors")
@@ -483,6 +481,11 @@ class ModelConfig:
     def biases(self) -> tuple[str, ...]:
         """Where biases are: some of BIASES."""
         return self.bias if isinstance(self.bias, tuple) else BIASES if self.bias else ()
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """The matrices of an MLP, or of an expert, that multiply its input."""
+        return ("c_gate", "c_fc") if self.gated_mlp else ("c_fc",)
 
     def layer(self, index: int) -> LayerKind:
         """Return the kind of a layer."""

@@ -32,7 +32,8 @@ LEFT_OUT = ("gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", 
             "phi-norms", "gemma2", "qwen2_moe", "qwen2_moe-windows", "qwen3_moe-mixed", "olmoe-normalized", "opt",
             "opt-untied", "bitnet", "bitnet-one-head", "gpt_oss-plain", "deepseek_v3-plain",
             "exaone", "minicpm", "minicpm-long", "granitemoehybrid", "gpt_neo", "qwen3_next", "granitemoehybrid-mamba",
-            "granitemoehybrid-mamba-experts", "nemotron_h", "falcon_h1", "falcon_h1-norm")  # fmt: skip
+            "granitemoehybrid-mamba-experts", "nemotron_h", "nemotron_h-experts", "falcon_h1",
+            "falcon_h1-norm")  # fmt: skip
 EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 

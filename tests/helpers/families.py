@@ -353,6 +353,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 32,
         },
     ),
+    "nemotron_h-experts": (
+        "NemotronHConfig",
+        {
+            "num_hidden_layers": None, "hybrid_override_pattern": "ME*-M*EM-", "mamba_num_heads": 6,
+            "mamba_head_dim": 7, "n_groups": 3, "ssm_state_size": 5, "conv_kernel": 3, "head_dim": 10,
+            "chunk_size": 32, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 2,
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         _STATE | {

@@ -37,6 +37,7 @@ MIXED = replace(
 )
 """A layer with a usual MLP, and one with experts."""
 ALL = replace(MIXED, layers=(LayerKind(experts=True),) * 2, experts=Experts(7, 3, 10, normalize=False))
+PLAIN_SHARED = replace(EXPERTS, shared_gate=False)
 BIASED = replace(ALL, experts=Experts(7, 3, 10, normalize=True, bias=True), activation="clamped_silu", sinks=True)
 BESIDE = replace(
     ALL, layers=(LayerKind(experts=True), LayerKind(experts=True, n_inner=28)), norm="rms", norm_placement="both",
@@ -76,12 +77,11 @@ def test_fields_are_checked(changes: dict[str, Any], message: str) -> None:
     refuses(lambda: replace(EXPERTS, **changes), message)
 
 
-def test_a_config_needs_experts_and_gated_mlps() -> None:
+def test_a_config_needs_experts_and_gates() -> None:
     refuses(lambda: replace(MIXED, experts=None), "a layer has experts, but the config does not describe them")
-    refuses(lambda: replace(MIXED, gated_mlp=False), "experts need gated_mlp=True")
     refuses(lambda: replace(MIXED, n_embd=2**30, n_head=2, head_size=8), f"experts * n_embd={5 * 2**30}")
     refuses(lambda: ModelConfig(activation="clamped_silu"), "activation=clamped_silu needs gated_mlp=True")
-    for changes in ({"norm": "layer"}, {"norm_placement": "before"}, {"layers": MIXED.layers}):
+    for changes in ({"norm": "layer"}, {"norm_placement": "before"}, {"layers": MIXED.layers}, {"gated_mlp": False}):
         refuses(lambda changes=changes: replace(BESIDE, **changes), "experts beside an MLP need norm=rms")
     assert BESIDE.differing == "experts beside an MLP"
     assert not MIXED.is_gpt2
@@ -152,17 +152,20 @@ def direct(mlp: ExpertMLP, x: torch.Tensor) -> torch.Tensor:
     total = sum(shares[i] for i in chosen) if e.normalize else 1.0
     y = torch.zeros_like(x)
     for i in chosen:
-        gate, fc, proj = (stack.weight.view(e.count, -1, stack.weight.shape[1])[i] for stack in mlp.experts.values())
+        *first, proj = (stack.weight.view(e.count, -1, stack.weight.shape[1])[i] for stack in mlp.experts.values())
         b = [s.bias.view(e.count, -1)[i] if e.bias else torch.zeros(1) for s in mlp.experts.values()]
-        hidden = gated(mlp.activation, gate @ x + b[0], fc @ x + b[1])
-        y += shares[i] / total * e.scale * (proj @ hidden + b[2])
+        sums = [matrix @ x + bias for matrix, bias in zip(first, b, strict=False)]
+        hidden = gated(mlp.activation, *sums) if len(sums) == 2 else sums[0].relu().square()
+        y += shares[i] / total * e.scale * (proj @ hidden + b[-1])
     if e.shared_width:
         y += mlp.shared(x) * (torch.sigmoid(mlp.shared_gate(x)) if e.shared_gate else 1.0)
     return y
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("config", [MIXED, ALL, BIASED, replace(MIXED, experts=replace(EXPERTS, shared_gate=False))])
+@pytest.mark.parametrize(
+    "config", [MIXED, ALL, BIASED, replace(MIXED, gated_mlp=False, activation="relu2", experts=PLAIN_SHARED)]
+)
 def test_the_three_forms_are_the_sum_of_the_chosen_experts(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,7 +227,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"mamba_d_head": 9}, "mamba_n_heads=4 of mamba_d_head=9 values are not the"),
     ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
     ("nemotron_h", {"hybrid_override_pattern": "M--M"}, "hybrid_override_pattern='M--M' is not supported: it must be"),
-    ("nemotron_h", {"layer_types": ["full_attention", "moe"] * 2}, "layer_types=['full_attention', 'moe', 'full_att"),
+    ("nemotron_h", {"layer_types": ["full_attention", "rnn"] * 2}, "layer_types=['full_attention', 'rnn', 'full_att"),
     ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers=4 is not supported: only 3 is"),
     ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers=[1.0, 1.0, 1.0, 1.0] is not a list of 5 numbers"),
     ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=None is not supported with mamba_rms_norm"),

@@ -48,7 +48,9 @@ SHAPES = {
     "sums of a softmax": replace(
         MIXED, experts=Experts(6, 2, 16, False, groups=2, groups_per_token=1, group_top=3, correction=True)
     ),
-    "sigmoids": replace(MIXED, experts=Experts(6, 2, 16, False, scoring="sigmoid")),
+    "no gates": replace(
+        MIXED, experts=Experts(6, 2, 20, False, scoring="sigmoid", shared_width=33), gated_mlp=False, activation="relu2"
+    ),
     "many": replace(MIXED, experts=Experts(60, 8, 16, True)),
     "biased": replace(
         MIXED, n_embd=48, experts=Experts(7, 3, 33, True, bias=True), activation="clamped_silu", sinks=True

@@ -123,6 +123,10 @@ NEMOTRON_H = {
     "ssm_state_size": 16, "n_groups": 2, "head_dim": 16, "conv_kernel": 4, "use_conv_bias": True,
     "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
 }  # fmt: skip
+NEMOTRON_3 = {
+    "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MINICPM = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
     "logits_scaling": 4.0,
@@ -302,6 +306,11 @@ CASES: dict[str, Case] = {
         "nemotron_h", NEMOTRON_H, "npm/llama3_1", "pixtral", (), "NVIDIA-Nemotron-Nano-v2.jinja",
         stored={"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5}
         | dict.fromkeys(("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "layers_block_type")),
+    ),
+    "Nemotron 3 Nano 30B-A3B": Case(
+        "nemotron_h", NEMOTRON_H | NEMOTRON_3, "npm/llama3_1", "pixtral", (),
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.jinja",
+        stored={"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "layers_block_type": None},
     ),
     "Falcon-H1 0.5B": Case(
         "falcon_h1", FALCON_H1 | {"mamba_rms_norm": False, "mamba_norm_before_gate": True}, "npm/llama3_1", "falcon-h1",

@@ -335,6 +335,7 @@ def test_memory_of_experts_is_that_of_the_model(dtype: str, config: ModelConfig)
         "granitemoehybrid-mamba",
         "granitemoehybrid-mamba-experts",
         "nemotron_h",
+        "nemotron_h-experts",
         "falcon_h1",
     ],
 )

@@ -45,10 +45,10 @@ from nanoinfer.kernels.triton.step import begin
 from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
 from nanoinfer.models.attention import soft_cap
 from nanoinfer.models.experts import ExpertMLP
-from nanoinfer.models.layers import GatedMLP, Rotation, rounded
+from nanoinfer.models.layers import MLP, GatedMLP, Rotation, rounded
 from nanoinfer.models.other_attention import SharedAttention
 from nanoinfer.models.recurrent import Recurrent
-from nanoinfer.models.transformer import MLP, Attention, Transformer
+from nanoinfer.models.transformer import Attention, Transformer
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -99,6 +99,7 @@ class TritonEngine(CudaGraphEngine):
         missing += ["per-layer embeddings"] * bool(config.per_layer_dim)
         if config.activation not in ACTIVATIONS and not all(config.layer(i).experts for i in range(config.n_layer)):
             missing.append(f"activation={config.activation}")
+        missing += ["experts without a gate"] * (config.experts is not None and not config.gated_mlp)
         missing += ["layers without an MLP"] * any(not kind.mlp for kind in config.layers)
         missing += ["attention beside a state"] * any(kind.beside for kind in config.layers)
         if missing:

@@ -2,7 +2,7 @@
 
     E experts   k of them for each token   F = width of an expert   N tokens
 
-A router, one matrix of (E, C), gives each token E logits. The k largest choose its experts, gated MLPs of F hidden
+A router, one matrix of (E, C), gives each token E logits. The k largest choose its experts, MLPs of F hidden
 values, and a softmax of the logits weights their outputs (Shazeer et al. 2017). A step computes, and reads, k experts a
 token instead of one MLP with as many parameters as all of them. A shared expert, if there is one, is added for each
 token, in some models times a gate (DeepSeekMoE, Dai et al. 2024; Qwen2-MoE).
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import Experts, LayerKind, ModelConfig
-from nanoinfer.models.layers import GatedMLP, RMSNorm, gate
+from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, gate, make_mlp
 
 CHUNK = 64
 """Tokens for which all experts are computed at once: E * CHUNK * F hidden values are in memory."""
@@ -109,16 +109,13 @@ class ExpertMLP(nn.Module):
         self.config = experts = config.experts
         self.router = nn.Linear(config.n_embd, experts.count, bias=experts.bias)
         self.correction = Correction(experts.count) if experts.correction else None
-        widths = {
-            "c_gate": (experts.width, config.n_embd),
-            "c_fc": (experts.width, config.n_embd),
-            "c_proj": (config.n_embd, experts.width),
-        }
+        widths = dict.fromkeys(config.mlp_inputs, (experts.width, config.n_embd))
+        widths["c_proj"] = (config.n_embd, experts.width)
         self.experts = nn.ModuleDict(
             {name: Stack(experts.count, *shape, experts.bias) for name, shape in widths.items()}
         )
         if experts.shared_width:
-            self.shared = GatedMLP(replace(config, n_inner=experts.shared_width, bias=False))
+            self.shared = make_mlp(replace(config, n_inner=experts.shared_width, bias=False))
         if experts.shared_gate:
             self.shared_gate = nn.Linear(config.n_embd, 1, bias=False)
         self.activation = config.activation
@@ -152,31 +149,36 @@ class ExpertMLP(nn.Module):
         return y.to(x.dtype).view(x.shape)
 
     def _stacks(self) -> list[Stack]:
-        """Return c_gate, c_fc and c_proj."""
+        """Return c_gate, if the experts are gated, c_fc and c_proj."""
         return list(self.experts.values())  # type: ignore[arg-type]
+
+    def _hidden(self, products: list[Tensor]) -> Tensor:
+        """Return the hidden layer for the outputs of c_gate, if the experts are gated, and c_fc."""
+        first, *rest = products
+        return gate(self.activation, first, *rest) if rest else ACTIVATIONS[self.activation](first)
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each expert, in ascending order, for the tokens that chose it. x and y, (N, C); y is float32."""
         y = torch.zeros_like(x, dtype=torch.float32)
-        c_gate, c_fc, c_proj = self._stacks()
+        *first, c_proj = self._stacks()
         for expert in torch.unique(chosen).tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             part = x[rows]
-            hidden = gate(self.activation, c_gate.one(expert, part), c_fc.one(expert, part))
+            hidden = self._hidden([stack.one(expert, part) for stack in first])
             y.index_add_(0, rows, c_proj.one(expert, hidden) * weights[rows, place, None])
         return y
 
     def _gathered(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The matrices of each token's experts, copied: for few tokens, the fewest bytes."""
-        c_gate, c_fc, c_proj = self._stacks()
+        *first, c_proj = self._stacks()
         column = x[:, None, :, None]
-        hidden = gate(self.activation, c_gate.gathered(chosen, column), c_fc.gathered(chosen, column))  # (N, k, F, 1)
+        hidden = self._hidden([stack.gathered(chosen, column) for stack in first])  # (N, k, F, 1)
         return (c_proj.gathered(chosen, hidden).squeeze(-1) * weights[..., None]).sum(1)
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """All experts for all tokens; what was not chosen is dropped, even if it is not finite."""
-        c_gate, c_fc, c_proj = self._stacks()
-        hidden = gate(self.activation, c_gate.all(x), c_fc.all(x))  # (E, N, F)
+        *first, c_proj = self._stacks()
+        hidden = self._hidden([stack.all(x) for stack in first])  # (E, N, F)
         used = torch.zeros(x.shape[0], self.config.count, dtype=torch.bool, device=x.device).scatter(1, chosen, True)
         weight = torch.zeros_like(used, dtype=torch.float32).scatter(1, chosen, weights)
         y = c_proj.all(hidden) * weight.t()[..., None]

@@ -99,6 +99,21 @@ class HeadNorms(nn.Module):
         return (normed * self.weight.view(x.shape[-2:]).float()).to(x.dtype)
 
 
+class MLP(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        bias = "mlp" in config.biases
+        self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP output of x, (..., C), same shape."""
+        return self.c_proj(self.activation(self.c_fc(x)))  # type: ignore[no-any-return]
+
+
 class GatedMLP(nn.Module):
     """c_proj(activation(c_gate(x)) * c_fc(x)) (Shazeer 2020)."""
 
@@ -115,6 +130,11 @@ class GatedMLP(nn.Module):
         """Return the MLP output of x, (..., C), same shape."""
         hidden = self.sub_norm(gate(self.activation, self.c_gate(x), self.c_fc(x)))
         return self.c_proj(hidden)  # type: ignore[no-any-return]
+
+
+def make_mlp(config: ModelConfig) -> MLP | GatedMLP:
+    """Return the MLP of a layer without experts."""
+    return GatedMLP(config) if config.gated_mlp else MLP(config)
 
 
 def qk_norm(config: ModelConfig, heads: int) -> nn.Module:

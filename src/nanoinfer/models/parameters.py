@@ -137,7 +137,7 @@ def _mlp_shapes(config: ModelConfig, layer: int, name: str) -> Shapes:
     if config.layer(layer).experts:
         return {f"{name}.{part}": shape for part, shape in _expert_shapes(config, config.at(layer).mlp_dim)}
     C, width, parameters = config.n_embd, config.at(layer).mlp_dim, Shapes()
-    for part in ("c_gate", "c_fc") if config.gated_mlp else ("c_fc",):
+    for part in config.mlp_inputs:
         parameters |= _linear(config, f"{name}.{part}", width, C, "mlp")
     parameters |= _linear(config, f"{name}.c_proj", C, width, "mlp")
     return parameters | (_norm(config, f"{name}.sub_norm", width) if config.sub_norms else {})
@@ -154,7 +154,8 @@ def _expert_shapes(config: ModelConfig, mlp_dim: int) -> list[tuple[str, tuple[i
     parameters: list[tuple[str, tuple[int, ...]]] = []
     if experts.beside:
         parameters += [("router_scale", (C,)), ("expert_scale", (E,))]
-    sizes = {"router": (E, C), "experts.c_gate": (E * F, C), "experts.c_fc": (E * F, C), "experts.c_proj": (E * C, F)}
+    sizes = {"router": (E, C)} | {f"experts.{part}": (E * F, C) for part in config.mlp_inputs}
+    sizes["experts.c_proj"] = (E * C, F)
     for name, shape in sizes.items():
         parameters.append((f"{name}.weight", shape))
         if experts.bias:
@@ -162,7 +163,7 @@ def _expert_shapes(config: ModelConfig, mlp_dim: int) -> list[tuple[str, tuple[i
         if name == "router" and experts.correction:
             parameters.append(("correction.bias", (E,)))
     if S:
-        shared = {"c_gate": (S, C), "c_fc": (S, C), "c_proj": (C, S)}
+        shared = dict.fromkeys(config.mlp_inputs, (S, C)) | {"c_proj": (C, S)}
         parameters += [(f"shared.{part}.weight", shape) for part, shape in shared.items()]
     if experts.shared_gate:
         parameters.append(("shared_gate.weight", (1, C)))

@@ -34,12 +34,11 @@ from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models.attention import AttentionSpec, KeyValues, WholePrefix, soft_cap
 from nanoinfer.models.experts import other_mlp
 from nanoinfer.models.layers import (
-    ACTIVATIONS,
     AfterBlock,
-    GatedMLP,
     MTPInput,
     PerLayerEmbedding,
     Rotation,
+    make_mlp,
     make_norm,
     qk_norm,
     rotate,
@@ -95,21 +94,6 @@ class Attention(nn.Module):
         return self.c_proj(self.sub_norm(attend(q, k, v).flatten(-2)))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """Two linear layers with an activation between them."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        bias = "mlp" in config.biases
-        self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
-        self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
-        self.activation = ACTIVATIONS[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP output of x, (..., C), same shape."""
-        return self.c_proj(self.activation(self.c_fc(x)))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     """One transformer block: x + attention(ln_1(x)), then x + MLP(ln_2(x)).
 
@@ -129,7 +113,7 @@ class Block(nn.Module):
         self.ln_2 = norm("ln_2")
         self.mlp = None
         if kind.mlp:
-            self.mlp = other_mlp(config, kind) or (GatedMLP(config) if config.gated_mlp else MLP(config))
+            self.mlp = other_mlp(config, kind) or make_mlp(config)
         self.post_2 = norm("post_2")
         self.after = AfterBlock(config, kind) if config.per_layer_dim or kind.scaled else None
         self.parallel, self.shared = config.parallel_residual, config.norm_placement == "shared"

@@ -351,6 +351,10 @@ _DEEPSEEK = (
     Row("expert_shared_count", "n_shared_experts", int), _SCALE,
     Row("expert_weights_norm", "norm_topk_prob", bool, default=False), replace(_DENSE, field="first_k_dense_replace"),
 )  # fmt: skip
+_NEMOTRON_EXPERTS = (
+    *_DEEPSEEK[2:8], Row("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", int),
+    Row("expert_group_count", "n_group", int, default=1), Row("moe_latent_size", "moe_latent_size", int, default=None),
+)  # fmt: skip
 _QWEN35 = Architecture(
     "qwen3_5_text", hybrid.delta, hybrid.DELTA_ROWS, partial=True, added_to_norms=1.0,
     names={"ln_2": "post_attention_norm"}, recurrent=hybrid.DELTA, tiled=True,
@@ -412,6 +416,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granitemoehybrid", _granite_hybrid, (*_GRANITE, *hybrid.MAMBA_ROWS), interleaved=True, recurrent=hybrid.MAMBA
     ),
     "nemotron_h": Architecture("nemotron_h", hybrid.nemotron, hybrid.NEMOTRON_ROWS, recurrent=hybrid.MAMBA),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        hybrid.nemotron,
+        (*hybrid.NEMOTRON_ROWS, *_NEMOTRON_EXPERTS),
+        recurrent=hybrid.MAMBA,
+        names={"mlp.correction": "exp_probs_b"},
+    ),
     "falcon-h1": Architecture("falcon_h1", _falcon_h1, hybrid.MAMBA_ROWS, names=hybrid.BESIDE),
     "minicpm": Architecture("granite", _longrope, _MINICPM, interleaved=True),
     "olmo": Architecture("olmo", _olmo, interleaved=True),

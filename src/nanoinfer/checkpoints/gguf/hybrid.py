@@ -96,8 +96,8 @@ def nemotron(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     widths = m.get(key)
     if not isinstance(widths, list) or len(widths) != num_layers:
         raise m.error(key, f"is not a list of {num_layers} numbers, one for each layer")
-    kinds = zip(_with_keys(m, num_layers), widths, strict=True)
-    pattern = "".join("*" if keys else "-" if width else "M" for keys, width in kinds)
+    kinds, mlp = zip(_with_keys(m, num_layers), widths, strict=True), "E" if "expert_count" in m else "-"
+    pattern = "".join("*" if keys else mlp if width else "M" for keys, width in kinds)
     first = pattern.find("M")
     return {
         "hybrid_override_pattern": pattern,

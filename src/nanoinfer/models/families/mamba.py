@@ -124,29 +124,48 @@ _NEMOTRON: dict[str, tuple[str, Any]] = {
     "projection_bias": ("use_bias", False),
 }  # fmt: skip
 _PATTERNS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-_PARTS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "M": "M", "*": "*", "-": "-"}
+_PARTS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", **{part: part for part in "M*-E"}}
 
 
 def _read_nemotron(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    """Return the layers: each of the files is a mixer or an MLP, and ours are a mixer and the MLP after it."""
+    """Return the layers: each of the files is a mixer, an MLP or experts, and ours are a mixer and what follows it."""
     name = next((name for name in _PATTERNS if f.get(name) is not None), _PATTERNS[-1])
     types = f.required(name)
     types = types if isinstance(types, list | str) else []
     pattern = "".join(_PARTS.get(t, "?") if isinstance(t, str) else "?" for t in types)
-    if not re.fullmatch("([M*]-?)+", pattern):
+    if not re.fullmatch("([M*][-E]?)+", pattern):
         raise f.error(
-            name, "is not supported: it must be Mamba layers (M), attention (*), and MLPs (-) after one of them"
+            name, "is not supported: it must be Mamba layers (M), attention (*), and MLPs (-) or experts (E) after one"
         )
     f.only("num_hidden_layers", len(pattern))
-    kinds = re.findall("[M*]-?", pattern)
-    layers = tuple(LayerKind(recurrent=kind[0] == "M", mlp=len(kind) == 2) for kind in kinds)
+    kinds = re.findall("[M*][-E]?", pattern)
+    layers = tuple(LayerKind(recurrent=k[0] == "M", mlp=len(k) == 2, experts=k[1:] == "E") for k in kinds)
     state = _read_state(f, _NEMOTRON) if "M" in pattern else None
-    return {"n_layer": len(layers), "layers": layers, "recurrence": state}
+    fields = {"n_layer": len(layers), "layers": layers, "recurrence": state}
+    if "E" not in pattern:
+        return fields
+    f.only("moe_latent_size", None)
+    f.only("mlp_bias", False)
+    f.only("n_shared_experts", 1)
+    return fields | {"experts": Experts(
+        f.get("n_routed_experts", 8), f.get("num_experts_per_tok", 2), f.get("moe_intermediate_size", 7688),
+        f.flag("norm_topk_prob", True), f.number("routed_scaling_factor", 1.0), scoring="sigmoid", correction=True,
+        shared_width=f.integer("moe_shared_expert_intermediate_size", 7688), groups=f.get("n_group", 1),
+        groups_per_token=f.get("topk_group", 1), group_top=2,
+    )}  # fmt: skip
 
 
 def _write_nemotron(config: ModelConfig) -> dict[str, Any]:
-    pattern = "".join(("M" if kind.recurrent else "*") + "-" * kind.mlp for kind in config.layers)
-    return _write_state(config, _NEMOTRON) | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    pattern = "".join(
+        ("M" if kind.recurrent else "*") + ("E" if kind.experts else "-") * kind.mlp for kind in config.layers
+    )
+    fields = _write_state(config, _NEMOTRON) | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    return fields if (mixture := config.experts) is None else fields | {
+        "n_routed_experts": mixture.count, "num_experts_per_tok": mixture.per_token, "n_group": mixture.groups,
+        "topk_group": mixture.groups_per_token, "norm_topk_prob": mixture.normalize,
+        "routed_scaling_factor": mixture.scale, "moe_intermediate_size": mixture.width,
+        "moe_shared_expert_intermediate_size": mixture.shared_width,
+    }  # fmt: skip
 
 
 def _whole_layers(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -158,9 +177,11 @@ def _whole_layers(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
         return f"model.layers.{layer}.{part}{'_norm' if match[2] == 'norm' else ''}."
 
     stored = {re.sub(r"^(model\.)?backbone\.", "model.", n): t for n, t in without_drafts(config, stored).items()}
+    stored = {name.replace("e_score_correction_bias", "e_score_correction.bias"): t for name, t in stored.items()}
     return {re.sub(r"^model\.layers\.(\d{1,9})\.(norm|mixer)\.", ours, name): t for name, t in stored.items()}
 
 
+_EXPERTS = {"mlp.experts.c_fc": "mlp.experts.{}.up_proj", "mlp.experts.c_proj": "mlp.experts.{}.down_proj"}
 NEMOTRON_H = ARCEE.derive(
     "nemotron_h",
     "NemotronHForCausalLM",
@@ -171,6 +192,8 @@ NEMOTRON_H = ARCEE.derive(
     {
         "wte": "model.embeddings", "ln_f": "model.norm_f", "ln_1": "mixer_norm", "ln_2": "mlp_norm",
         "attn.c_attn": tuple(f"mixer.{part}_proj" for part in "qkv"), "attn.c_proj": "mixer.o_proj",
+        "mlp.router": "mlp.gate", "mlp.correction": "mlp.gate.e_score_correction", **_EXPERTS,
+        "mlp.shared.c_fc": "mlp.shared_experts.up_proj", "mlp.shared.c_proj": "mlp.shared_experts.down_proj",
     },
     defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096},
     without=("num_hidden_layers", "hidden_act", "rms_norm_eps"),
@@ -188,9 +211,10 @@ NEMOTRON_H = ARCEE.derive(
     write_layers=_write_nemotron,
     recurrent=_names("mixer"),
     from_stored=_whole_layers,
+    fused={name.replace(".{}", ""): (name,) for name in _EXPERTS.values()},
     written=False,
 )  # fmt: skip
-"""Nemotron-H and Nemotron Nano 2: Mamba 2 or attention without positions, some with an MLP with squared ReLU."""
+"""Nemotron-H, Nemotron Nano 2 and 3 Nano: Mamba 2 or attention without positions, some with an MLP or experts."""
 
 _MULTIPLIERS = tuple(f"{part}_multiplier" for part in "attention_in key attention_out ssm_in ssm_out".split())
 _MLP = {"c_gate": "gate", "c_fc": "up", "c_proj": "down"}

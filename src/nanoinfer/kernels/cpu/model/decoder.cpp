@@ -140,8 +140,8 @@ void check(const DecoderShape& s, const DecoderOptions& o, const DecoderShape* o
             "experts_per_token must be from 1 to num_experts=" + str(s.num_experts) + ": " + str(s.experts_per_token));
     check_float("expert_scale", s.expert_scale, 1e-6f, 1e6f);
     require(!s.shared_gate || s.shared_dim, "shared_gate needs shared_dim");
-    require(!s.experts_beside || (s.norm == Norm::rms && s.norm_before && s.norm_after && !s.shared_dim),
-            "experts_beside needs rms norms before and after, and no shared_dim");
+    require(!s.experts_beside || (s.gated_mlp && s.norm == Norm::rms && s.norm_before && s.norm_after && !s.shared_dim),
+            "experts_beside needs gated_mlp, rms norms before and after, and no shared_dim");
     require(s.expert_groups >= 1 && s.num_experts % s.expert_groups == 0,
             "num_experts=" + str(s.num_experts) + " is not a multiple of expert_groups=" + str(s.expert_groups));
     const std::int64_t size = s.num_experts / s.expert_groups;
@@ -151,7 +151,6 @@ void check(const DecoderShape& s, const DecoderOptions& o, const DecoderShape* o
                 str(s.groups_per_token));
     require(s.group_top >= 1 && s.group_top <= size, "group_top is out of range: " + str(s.group_top));
     require(!s.parallel_residual && !s.shared_norm, "experts are not supported in parallel with attention");
-    require(s.gated_mlp, "experts need gated_mlp=True");
   }
   if (s.latent_rank) {
     for (const std::int64_t width : {s.latent_rank, s.latent_turned, s.latent_plain, s.latent_value})
@@ -316,9 +315,9 @@ void Decoder::add_experts(const std::string& prefix, LayerWeights& layer) {
     w.correction.resize(E);
     slots_[prefix + "correction.bias"] = {.vector = w.correction.data(), .columns = E};
   }
-  add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/true);
+  if (s.gated_mlp) add_matrix(prefix + "experts.c_gate", w.c_gate, E * F, C, /*with_bias=*/true);
   add_matrix(prefix + "experts.c_fc", w.c_fc, E * F, C, /*with_bias=*/true);
-  require(share_rows({&w.c_gate, &w.c_fc}),
+  require(!s.gated_mlp || share_rows({&w.c_gate, &w.c_fc}),
           prefix + "experts.c_gate and c_fc share their inputs: their formats must take the same activations");
   add_matrix(prefix + "experts.c_proj", w.c_proj, E * C, F, /*with_bias=*/true);
   if (s.shared_dim) add_mlp(prefix + "shared.", layer, s.shared_dim);

@@ -139,6 +139,7 @@ void Mixture::group(std::int64_t num_rows) {
 void Mixture::read_ahead(const ExpertWeights& w) const {
   for (const Group& g : groups_)
     for (const auto& [all, width] : {std::pair{&w.c_gate, s_.expert_dim}, {&w.c_fc, s_.expert_dim}, {&w.c_proj, s_.n_embd}}) {
+      if (!all->panels) continue;  // experts without a gate
       const Matrix one = part_of(*all, g.expert, width);
       advise(one.data, one.panels * one.panel_bytes, Access::soon);
     }
@@ -182,11 +183,14 @@ void Mixture::each(Range items, std::int64_t width, F&& f) const {
 
 void Mixture::multiply_hidden(const Kernels& kernels, const ExpertWeights& w, Epilogue activation, Range items) const {
   each(items, s_.expert_dim, [&](const Group& g, Range part) {
-    const Matrix gate = part_of(w.c_gate, g.expert, s_.expert_dim), fc = part_of(w.c_fc, g.expert, s_.expert_dim);
+    const Matrix fc = part_of(w.c_fc, g.expert, s_.expert_dim);
     const std::int64_t end = std::min(part.end, fc.panels);
     if (part.begin >= end) return;
-    kernels.matmul(task(gate, g, hidden_, hidden_stride_, activation), part.begin, end);
-    kernels.matmul(task(fc, g, hidden_, hidden_stride_, after_gate(activation)), part.begin, end);
+    if (s_.gated_mlp) {
+      const Matrix gate = part_of(w.c_gate, g.expert, s_.expert_dim);
+      kernels.matmul(task(gate, g, hidden_, hidden_stride_, activation), part.begin, end);
+    }
+    kernels.matmul(task(fc, g, hidden_, hidden_stride_, s_.gated_mlp ? after_gate(activation) : activation), part.begin, end);
   });
 }
 

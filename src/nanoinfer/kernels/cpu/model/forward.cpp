@@ -339,12 +339,11 @@ void ForwardPass::attention(std::int64_t index) {
 void ForwardPass::mlp_hidden(std::int64_t index) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(model_.shape.shared_norm ? w.ln_1 : w.ln_2, w.c_fc);
-  if (!model_.shape.gated_mlp)
-    return multiply(w.c_fc, hidden_, hidden_stride_, model_.shape.activation);
-  gated(w.c_gate, w.c_fc);
+  hidden(w.c_gate, w.c_fc);
 }
 
-void ForwardPass::gated(const Matrix& c_gate, const Matrix& c_fc) {
+void ForwardPass::hidden(const Matrix& c_gate, const Matrix& c_fc) {
+  if (!model_.shape.gated_mlp) return multiply(c_fc, hidden_, hidden_stride_, model_.shape.activation);
   add_products(&PartSeconds::products, c_fc.panels, [this, &c_gate, &c_fc](Range rows, Range panels) {
     // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
     const std::int64_t part = std::max<std::int64_t>(1, kGateFloats / ((rows.end - rows.begin) * kPanel));
@@ -393,7 +392,7 @@ void ForwardPass::mixture(std::int64_t index) {
   if (shared) {
     if (beside) prepare_normed(layer.experts->mlp_in, x_, x_stride_, layer.c_fc);
     else prepare(m.x, m.x_stride, layer.c_fc);
-    gated(layer.c_gate, layer.c_fc);
+    hidden(layer.c_gate, layer.c_fc);
     prepare(hidden_, hidden_stride_, layer.mlp_proj);
     multiply(layer.mlp_proj, attended_, attended_stride_, Epilogue::store);
   }

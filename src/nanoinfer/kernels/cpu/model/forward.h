@@ -92,7 +92,7 @@ struct DecoderShape {
   std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none; empty: no layer has one
   std::vector<std::vector<float>> frequencies;  // radians a position of each pair of dimensions
   std::vector<float> rotary_factors;  // of the cosines and sines of each of `frequencies`; empty: all 1
-  // Mixtures of experts (experts.cpp), gated MLPs each.
+  // Mixtures of experts (experts.cpp), MLPs each.
   std::int64_t num_experts = 0, experts_per_token = 0, expert_dim = 0;  // 0: no layer has one
   bool normalize_experts = false;     // whether the weights of the experts of a token add up to 1
   float expert_scale = 1;             // of the sum of their outputs
@@ -272,7 +272,7 @@ class ForwardPass {
   void prepare(const float* from, std::int64_t stride, const Matrix& next);
   void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue);
   void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride);
-  void gated(const Matrix& c_gate, const Matrix& c_fc);
+  void hidden(const Matrix& c_gate, const Matrix& c_fc);  // without c_gate if MLPs are not gated
   void residual(const Matrix& w, const NormWeights& post);
   void store(std::int64_t layer);
   void attend(std::int64_t layer);
