@@ -4,14 +4,18 @@
 
 Decoding: milliseconds of a step of all sequences, and what a plain read of its weights and its cache takes in the same
 rounds, in percent. Prompts: microseconds a token of the next 256. Rounds of all systems are interleaved; figures are
-medians. Contexts of native are filled with the keys and values of one prompt again and again, since speed does not
-depend on them; those of llama.cpp are computed. It needs llama-cpp-python (pip install '.[peers]').
+medians. Contexts are filled with the keys and values of one prompt of 512 tokens again and again, since speed does not
+depend on them. It needs llama-cpp-python (pip install '.[peers]').
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import io
+import math
 import statistics
+import struct
 import time
 from typing import Any
 
@@ -23,6 +27,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.utils.environment import num_cpus
 
 PROMPT = 256
+FILLED = 512  # tokens of the prompt that fills contexts
 F16, Q8, Q4 = 1, 8, 2  # enum ggml_type
 SYSTEMS: dict[str, dict[str, Any]] = {
     **{f"native {cache}": {"kv_cache_dtype": cache} for cache in ("bfloat16", "int8", "int4")},
@@ -47,19 +52,19 @@ class Ours:
         native = Native(path, batch + 1, length, kv_cache_memory=None, **options)
         self._engine = native.llm.engine
         first = self._engine.open()
-        self._engine.extend(StepBatch([first], tokens(512), [512], [1]))
-        self._blocks = self._engine.read_blocks(first, 0, 32).copy()
+        self._engine.extend(StepBatch([first], tokens(FILLED), [FILLED], [1]))
+        self._blocks = self._engine.read_blocks(first, 0, FILLED // 16).copy()
         self._engine.close(first)
         self._handles = [self._engine.open() for _ in range(batch)]
         self.weight_bytes = self._engine._decoder.weight_bytes
-        self.bytes_per_token = self._blocks.nbytes // 512
+        self.bytes_per_token = self._blocks.nbytes // FILLED
 
     def fill(self, depth: int) -> None:
         """Extend all sequences to `depth` tokens."""
         for handle in self._handles:
             self._engine.truncate(handle, 0)
-            for at in range(0, depth, 512):
-                count = min(512, depth - at)
+            for at in range(0, depth, FILLED):
+                count = min(FILLED, depth - at)
                 self._engine.append_blocks(handle, count, self._blocks[: -(-count // 16)])
 
     def run(self, depth: int, count: int, sequences: int) -> float:
@@ -72,18 +77,61 @@ class Ours:
         return seconds
 
 
+def repeat_cells(state: bytes, depth: int) -> bytes:
+    """Return llama.cpp's state of a sequence of `FILLED` tokens with its cells repeated up to `depth` tokens.
+
+    The layout is that of `llama_kv_cache::state_write`, once for each cache of a model; that of a window of positions
+    keeps its number of cells.
+    """
+    source, target = io.BytesIO(state), io.BytesIO()
+
+    def copy(layout: str) -> tuple[int, ...]:
+        values = struct.unpack(layout, source.read(struct.calcsize(layout)))
+        target.write(struct.pack(layout, *values))
+        return values
+
+    copy("<II")  # a magic number and the sequence
+    while source.tell() < len(state):
+        for _ in range(copy("<I")[0]):
+            (old,) = struct.unpack("<I", source.read(4))
+            new = depth if old == FILLED else min(old, depth)
+            target.write(struct.pack("<I", new))
+            if not old:
+                continue
+            cells = np.frombuffer(source.read(12 * old), "<i4").reshape(old, 3)[np.arange(new) % old].copy()
+            cells[:, 0] = np.arange(depth - new, depth)
+            target.write(cells.tobytes())
+            transposed, layers = copy("<II")
+            for values in (False, True):
+                for _ in range(layers):
+                    layout = "<iII" if values and transposed else "<iQ"
+                    size, rows = (*copy(layout)[1:], 1)[:2]
+                    axes = (rows, old, size) if layout == "<iII" else (1, old, size)
+                    data = np.frombuffer(source.read(math.prod(axes)), np.uint8).reshape(axes)
+                    target.write(data[:, np.arange(new) % old].tobytes())
+    return target.getvalue()
+
+
 class Theirs:
     """Sequences of llama.cpp."""
 
     def __init__(self, path: str, batch: int, length: int, options: dict[str, Any]) -> None:
-        self._llama, self._batch, self._depth = LlamaCpp(path, batch, length, **options), batch, 0
+        self._llama, self._batch = LlamaCpp(path, batch, length, **options), batch
+        self._llama.run([(0, tokens(FILLED), False)])
+        lib, context = self._llama.lib, self._llama.context
+        state = (ctypes.c_uint8 * lib.llama_state_seq_get_size(context, 0))()
+        if lib.llama_state_seq_get_data(context, state, len(state), 0) != len(state):
+            raise RuntimeError("llama.cpp does not return the state of a sequence")
+        self._state = bytes(state)
 
     def fill(self, depth: int) -> None:
         """Extend all sequences to `depth` tokens."""
+        state = repeat_cells(self._state, depth)
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         for sequence in range(self._batch):
-            for at in range(self._depth, depth, 1024):
-                self._llama.run([(sequence, tokens(min(1024, depth - at)), False)])
-        self._depth = depth
+            if not self._llama.lib.llama_state_seq_set_data(self._llama.context, data, len(data), sequence):
+                raise RuntimeError(f"llama.cpp does not take the state of {depth} tokens")
+            self._llama.lengths[sequence] = depth
 
     def run(self, depth: int, count: int, sequences: int) -> float:
         """As `Ours.run`."""
