@@ -13,6 +13,7 @@ from typing import Any
 
 from nanoinfer.engine_config import DTYPES as DTYPES  # of this module to all others
 from nanoinfer.engine_config import GENERATION_CONFIGS as GENERATION_CONFIGS
+from nanoinfer.engine_config import MAX_K as MAX_K
 from nanoinfer.engine_config import OF_CHATS as OF_CHATS
 from nanoinfer.engine_config import PARTS as PARTS
 from nanoinfer.engine_config import SAMPLERS as SAMPLERS

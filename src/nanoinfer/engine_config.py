@@ -17,6 +17,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8", "int4")
 RULES = ("reproduce", "reject")
 SAMPLERS = ("auto", "reference")
 GENERATION_CONFIGS = ("auto", "vllm")
+MAX_K = 12  # of num_speculative_tokens that is chosen at run time
 
 
 @dataclass(frozen=True)

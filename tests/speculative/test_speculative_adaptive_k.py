@@ -14,14 +14,14 @@ from functools import cache
 
 import pytest
 
-from nanoinfer.config import EngineLimits, ModelConfig
+from nanoinfer.config import MAX_K, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.sequence import Sequence as Text
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative import step_costs
-from nanoinfer.speculative.adaptive_k import MAX_K, AdaptiveK, StepOutcome
+from nanoinfer.speculative.adaptive_k import AdaptiveK, StepOutcome
 from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, StepTimes, measure_steps

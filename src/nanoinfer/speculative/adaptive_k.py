@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from nanoinfer.config import MAX_K
 from nanoinfer.speculative.step_costs import DecayedRatio, StepCosts
 
-MAX_K = 12
 PRIOR_ACCEPTANCE = 0.7  # acceptance rate assumed before the first proposal
 PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
 FORGET = 0.93  # decay of older rounds, per round

@@ -13,7 +13,7 @@ from nanoinfer.checkpoints.load import LoadedModel, load_model
 from nanoinfer.checkpoints.packed import PackedWeights
 from nanoinfer.checkpoints.transforms import truncate_layers
 from nanoinfer.checkpoints.weights import Weights
-from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
+from nanoinfer.config import MAX_K, EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
@@ -21,7 +21,6 @@ from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import num_parameters
 from nanoinfer.sampling.native import choose_sampler
-from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.assistant import Assistant, attached
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, RunTimes, make_requests
+from nanoinfer.config import MAX_K
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 from nanoinfer.profiling.checks import decode_logits, synchronize, verify_ratio
@@ -24,8 +25,8 @@ class EngineBackend:
         self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
             str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
-            max_num_seqs=case.batch, enable_prefix_caching=case.prefix_caching,
-            max_num_batched_tokens=case.max_num_batched_tokens, target_step_ms=case.target_step_ms, max_speculate_k=12,
+            max_num_seqs=case.batch, enable_prefix_caching=case.prefix_caching, max_speculate_k=MAX_K,
+            max_num_batched_tokens=case.max_num_batched_tokens, target_step_ms=case.target_step_ms,
         )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
