@@ -19,6 +19,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import packed
 from nanoinfer.checkpoints.adapters import read_adapter
 from nanoinfer.checkpoints.gguf import model as gguf
+from nanoinfer.checkpoints.gguf.hybrid import nemotron
+from nanoinfer.checkpoints.gguf.metadata import Metadata
 from nanoinfer.checkpoints.gpt_loading import load_gpt
 from nanoinfer.checkpoints.huggingface import open_folder
 
@@ -101,3 +103,9 @@ def test_keys_and_decays_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ):
         path = convert(model, tmp_path / "a.gguf", **{"lfm2.attention.head_count_kv": np.array(counts, np.int32)})
         refuses(lambda path=path: gguf.open_file(path), message)
+
+
+def test_groups_of_experts_without_the_number_for_a_token_are_refused() -> None:
+    """llama.cpp's converter writes `n_group` of Nemotron-H, and not `topk_group`."""
+    m = Metadata({"nemotron_h_moe.expert_group_count": 4}, "nemotron_h_moe", {})
+    refuses(lambda: nemotron(m, {}), "nemotron_h_moe.expert_group_count=4 is not supported: only 1 is")

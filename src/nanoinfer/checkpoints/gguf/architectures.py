@@ -353,7 +353,7 @@ _DEEPSEEK = (
 )  # fmt: skip
 _NEMOTRON_EXPERTS = (
     *_DEEPSEEK[2:8], Row("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", int),
-    Row("expert_group_count", "n_group", int, default=1), Row("moe_latent_size", "moe_latent_size", int, default=None),
+    Row("moe_latent_size", "moe_latent_size", int, default=None),
 )  # fmt: skip
 _QWEN35 = Architecture(
     "qwen3_5_text", hybrid.delta, hybrid.DELTA_ROWS, partial=True, added_to_norms=1.0,

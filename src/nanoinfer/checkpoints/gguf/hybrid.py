@@ -92,6 +92,7 @@ def mamba(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
 
 def nemotron(m: Metadata, shape: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that other families lack: a layer of the file is a mixer, or an MLP alone."""
+    m.only(m.key("expert_group_count"), 1)  # files lack the number of groups that a token may use
     num_layers, key = shape["num_hidden_layers"], m.key("feed_forward_length")
     widths = m.get(key)
     if not isinstance(widths, list) or len(widths) != num_layers:
