@@ -171,11 +171,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "t").read_bytes() == b"old"
 
 
-def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_that_another_process_writes_is_not_written_too(tmp_path: Path) -> None:
+    """Each would write into the file of the other, and the first that ends would replace `path` by it."""
+    (tmp_path / "t.tmp").write_bytes(b"of a process that was killed")
+    with files.replacing(tmp_path / "t", private=True) as first:
+        first.write(b"first")
+        first.flush()
+        with pytest.raises(OSError, match="another process is writing it"):
+            files.write_atomically(tmp_path / "t", b"second")
+    assert [(p.name, p.read_bytes(), p.stat().st_mode & 0o777) for p in tmp_path.iterdir()] == [("t", b"first", 0o600)]
+
+
+def test_a_folder_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    for name in ("pipe", "link"):
-        with pytest.raises(OSError, match="it is a pipe or a device"):
-            files.write_atomically(tmp_path / name, b"new")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path(), Path("/")):
+        with pytest.raises(OSError, match="it is a folder, a pipe or a device"):
+            files.write_atomically(path, b"new")
     assert (tmp_path / "pipe").is_fifo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe"]

@@ -17,7 +17,6 @@ refused by a lock on the file.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanoinfer.errors import NanoinferError, escaped, reason
-from nanoinfer.utils.files import read_object, require_writable, write_atomically
+from nanoinfer.utils.files import lock, read_object, require_writable, write_atomically
 
 FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20
@@ -206,13 +205,9 @@ class FileOutput:
             self._fd = os.open(self._path, flags | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise _unwritable(self.name, e) from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._fd):
             self.close()
-            raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended") from None
-        except OSError:  # a file system without locks
-            pass
+            raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended")
 
     def _load(self) -> Checkpoint:
         """Return the checkpoint of the file's state."""

@@ -7,6 +7,7 @@ replaced between the check and the read.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -218,26 +219,37 @@ def require_writable(folder: Path, name: str | None = None) -> None:
         raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None
 
 
+def lock(fd: int) -> bool:
+    """Lock an open file; return False if another process has locked it. A file system without locks returns True."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return not isinstance(e, BlockingIOError)
+    return True
+
+
 @contextmanager
 def replacing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception.
 
-    private: whether its owner alone may read it.
-
-    Raises:
-        OSError: it cannot be written, or `path` is a pipe or a device, which a file must not replace.
+    If `private`, its owner alone may read it. Raises OSError if it cannot be written, another process is writing it,
+    or `path` is a folder, a pipe or a device.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EEXIST, "it is a pipe or a device")  # root can replace even /dev/null by a file
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is a folder, a pipe or a device")  # root can replace even /dev/null by a file
     partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "wb") as f:
+    partial.touch(0o600 if private else 0o666)
+    with open(partial, "r+b") as f:  # not emptied before it is locked: another process may be writing it
+        if not lock(f.fileno()):
+            raise OSError(errno.EBUSY, "another process is writing it")
+        try:
+            f.truncate()
             if private:
                 os.fchmod(f.fileno(), 0o600)
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException:  # disk full, interrupted, or `path` is a folder
-        partial.unlink(missing_ok=True)
-        raise
+            os.replace(partial, path)
+        except BaseException:  # disk full or interrupted
+            partial.unlink(missing_ok=True)
+            raise
