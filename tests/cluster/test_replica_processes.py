@@ -272,6 +272,10 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
             ["shakespeare", "shakespeare-draft", "--served-model-name", "a"],
             "served_model_name names one model, and 2 are",
         ),
+        (
+            ["shakespeare", "--idle-unload", "9", "--prefix-cache-file", "a"],
+            "prefix_cache_file='a' needs one process: leave it out, or replicas and idle_unload",
+        ),
         (["shakespeare", "--replicas", "-1"], "replicas=-1 is not an integer in [1, 1024]"),
         (["shakespeare", "--replicas", "9", "--cores-per-replica", "999"], "is 8991 cores and this process has"),
         pytest.param(

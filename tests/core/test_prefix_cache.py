@@ -5,6 +5,7 @@ Prefixes in a file: what a process that starts again shares, files that are dama
 from __future__ import annotations
 
 import functools
+import json
 import re
 import signal
 import stat
@@ -346,6 +347,20 @@ def test_the_most_recent_ones_are_written_if_not_all_may_be(tmp_path: Path) -> N
     assert list(PrefixFile(tmp_path / "file", "f", BYTES).token_ids()) == [[2] * 40]
 
 
+_RECORDS = (
+    None, "abc", [[None, 0]], [[None, 20, 40]], [[None, 0, "x"]], [[None, 0, 41]], [[None, 0, float("inf")]],
+    [[None, 0, 40], [None, 41, 41]], [[None, 0, 56], [None, -16, -16]],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("described", [[], {}, *({"fingerprint": "f", "records": records} for records in _RECORDS)])
+def test_a_made_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: object) -> None:
+    path, text = tmp_path / "file", json.dumps(described)
+    monkeypatch.setattr(json, "dumps", lambda _: text)
+    prefix_file.write(path, "f", [kept(None, [1] * 40)], max_blocks=9)
+    refuses(lambda: PrefixFile(path, "f", BYTES), f"prefix_cache_file {path} is damaged: ", "delete it, or choose")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"), replace(TINY, block_size=64))
@@ -448,12 +463,13 @@ def test_wrong_options_are_named(folder: Path, tmp_path: Path) -> None:
 
     named = f"prefix_cache_file {path}"
     remedy = "delete it, or choose another name"
-    other = f"was written for another model, format of keys and values, or instruction set: {remedy}"
+    other = f"was written for another model, max_model_len, kv_cache_dtype or instruction set: {remedy}"
     refuses(lambda: start(kv_cache_dtype="int8"), f"{named} {other}")
+    refuses(lambda: start(max_model_len=32), f"{named} {other}")
     refuses(lambda: start(quantization="int8"), f"{named} {other}")
     refuses(
         lambda: start(prefix_cache_file=str(tmp_path)),
-        f"prefix_cache_file {tmp_path} cannot be written: name a file in a folder that can be",
+        f"prefix_cache_file {tmp_path} cannot be written: name one in a writable folder",
     )
     refuses(
         lambda: start(engine="static", threads=None),

@@ -217,9 +217,8 @@ def check(configs: Sequence[LLMConfig], server: ServerConfig, cluster: ClusterCo
         raise NanoinferError(f"served_model_name names one model, and {len(models)} are given: leave it out")
     if server.lora_modules and len(models) > 1:
         raise NanoinferError(f"lora_modules names adapters of one model, and {len(models)} are given: leave it out")
-    alone = len(models) * cluster.replicas == 1 and cluster.ray is None
-    if not alone and (named := next((c.scheduler.prefix_cache_file for c in configs), None)) is not None:
-        raise NanoinferError(f"prefix_cache_file={named!r} is the file of one process: leave it out with several")
+    if (path := configs[0].scheduler.prefix_cache_file) is not None:  # of all of them
+        raise NanoinferError(f"prefix_cache_file={path!r} needs one process: leave it out, or replicas and idle_unload")
     if cluster.ray is None:
         plan_cores(cluster)
     elif server.access_log is not None:

@@ -20,7 +20,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -117,14 +117,19 @@ class PrefixFile:
         header = self._file.read(start, text_bytes + 4 * num_tokens)
         if zlib.crc32(header) != checksum:
             raise self._refused("is damaged: the checksum of its header is another one")
-        described = json.loads(header[:text_bytes])
-        if described["fingerprint"] != fingerprint:
-            raise self._refused("was written for another model, format of keys and values, or instruction set")
-        self.records = [Record(*record) for record in described["records"]]
+        try:
+            described = json.loads(header[:text_bytes])
+            self.records = [Record(None if s is None else str(s), *map(int, n)) for s, *n in described["records"]]
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
+            raise self._refused("is damaged: its header describes no sequences") from None
+        if described.get("fingerprint") != fingerprint:
+            raise self._refused("was written for another model, max_model_len, kv_cache_dtype or instruction set")
         self._tokens = np.frombuffer(header, "<i4", offset=text_bytes)
         self._ends = [*accumulate(_num_blocks(r.num_tokens) - r.first_block for r in self.records)]  # of their blocks
         self._token_ends = [*accumulate(r.num_tokens - r.shared for r in self.records)]
-        if self._checksums_at + 4 * num_blocks != self._file.size or self._ends[-1:] not in ([], [num_blocks]):
+        fit = all(0 <= s <= min(m, n) for (_, _, m), (_, s, n) in pairwise([Record(None, 0, 0), *self.records]))
+        counts = fit, [0, *self._ends][-1], [0, *self._token_ends][-1]
+        if self._checksums_at + 4 * num_blocks != self._file.size or counts != (True, num_blocks, num_tokens):
             raise self._refused("is damaged: its blocks do not fit its size")
 
     def _refused(self, why: str) -> NanoinferError:
@@ -152,8 +157,7 @@ class PrefixFile:
                 owner -= 1
             at = self._ends[owner] - _num_blocks(self.records[owner].num_tokens) + block
             self._file.read_into(self._blocks_at + at * self._block_bytes, memoryview(out[i]))
-            (checksum,) = struct.unpack("<I", self._file.read(self._checksums_at + 4 * at, 4))
-            if zlib.crc32(out[i].data) != checksum:
+            if struct.pack("<I", zlib.crc32(out[i].data)) != self._file.read(self._checksums_at + 4 * at, 4):
                 raise DamagedPrefixes(
                     f"prefix_cache_file {escaped(self.path)} is damaged (block {at}): its prefixes are computed again,"
                     " and it will be replaced"
@@ -161,7 +165,7 @@ class PrefixFile:
         return out
 
 
-def write(path: Path, fingerprint: str, prefixes: Iterable[KeptPrefix], max_blocks: int) -> int:
+def write(path: Path, fingerprint: str, prefixes: Sequence[KeptPrefix], max_blocks: int) -> int:
     """Write sequences to a file that only its owner may read, in the place of one of this name; return their number.
 
     Args:
@@ -173,11 +177,8 @@ def write(path: Path, fingerprint: str, prefixes: Iterable[KeptPrefix], max_bloc
     Raises:
         NanoinferError: the file cannot be written. What was there is still there.
     """
-    chosen: list[KeptPrefix] = []
-    for prefix in prefixes:
-        if (max_blocks := max_blocks - _num_blocks(len(prefix.token_ids))) < 0:
-            break
-        chosen.append(prefix)
+    ends = accumulate(_num_blocks(len(p.token_ids)) for p in prefixes)
+    chosen = [p for p, end in zip(prefixes, ends, strict=True) if end <= max_blocks]
     chosen.sort(key=lambda p: (p.salt is not None, p.salt, p.token_ids))
     chosen = [a for a, b in pairwise([*chosen, None]) if a is not None and not _begins(b, a)]
     records, tokens = list[Record](), list[int]()
@@ -217,9 +218,7 @@ class StoredPrefixes:
 
     def __init__(self, path: Path, engine: NativeEngine, cache: PrefixCache) -> None:
         if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-            raise NanoinferError(
-                f"prefix_cache_file {escaped(path)} cannot be written: name a file in a folder that can be"
-            )
+            raise NanoinferError(f"prefix_cache_file {escaped(path)} cannot be written: name one in a writable folder")
         self._path, self._engine, self._cache = path, engine, cache
         self._fingerprint = fingerprint(engine)
         self._max_blocks = engine.num_free_blocks
@@ -231,8 +230,7 @@ class StoredPrefixes:
     def save(self) -> int:
         """Write the idle sequences and those of the file without adapters; return their number. Raises as `write`."""
         try:
-            kept = [e for e in self._cache.kept if e.key[1] == 0]
-            prefixes = [KeptPrefix(e.key[0], e.token_ids, self._reader(e)) for e in kept]
+            prefixes = [KeptPrefix(e.key[0], e.token_ids, self._reader(e)) for e in self._cache.kept if e.key[1] == 0]
             return write(self._path, self._fingerprint, prefixes, self._max_blocks)
         except DamagedPrefixes as e:  # of a sequence that no request has shared
             log.warning("%s", e)
