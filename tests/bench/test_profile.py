@@ -338,6 +338,7 @@ BAD = {
     "two prompts": (["Go", "-m", "{tiny}", "--prompt-tokens", "3"], "prompt_tokens=3 has no use"),
     "long prompt": (["-m", "{tiny}", "--prompt-tokens", "33"], "the maximum context length is 32"),
     "no tokens": (["Go", "-m", "{tiny}", "--max-tokens", "0"], "max_tokens=0"),
+    "the start alone": (["-m", "./never/loaded", "--start", "--decode-only"], "leave out decode_only and trace"),
     "no decoding": (["Go", "-m", "{tiny}", "--max-tokens", "1", "--decode-only"], "max_tokens=1"),
     "folder": (["Go", "-m", "./never/loaded", "--trace", "{tmp}"], "it is a folder"),
     "a file as folder": (["Go", "-m", "./never/loaded", "--trace", "{old}/t.json"], "cannot be written"),

@@ -170,6 +170,8 @@ def profile(
     num_prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
     require_int("prompt_tokens", num_prompt_tokens, 1, 1 << 20)
     params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True)
+    if start and (decode_only or trace is not None):
+        raise NanoinferError("start ends with the first token: leave out decode_only and trace")
     if trace is not None:
         require_writable(trace.parent, trace.name)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise

@@ -408,6 +408,7 @@ def profile_start(config: LLMConfig, prompts: Prompt, params: SamplingParams) ->
     command = [sys.executable, "-c", _CHILD, str(time.time())]
     done = subprocess.run(command, input=request, capture_output=True, check=False)
     if done.returncode:
-        raise NanoinferError(done.stderr.decode(errors="replace").splitlines()[-1].partition(": ")[2])
+        lines = done.stderr.decode(errors="replace").splitlines() or [f": the process ended with {done.returncode}"]
+        raise NanoinferError(lines[-1].partition(": ")[2])
     times = json.loads(done.stdout.splitlines()[-1])
     return {part: after - before for part, (before, after) in zip(_PARTS, pairwise(times), strict=True)}
