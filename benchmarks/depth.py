@@ -5,7 +5,8 @@
 Decoding: milliseconds of a step of all sequences, and what a plain read of its weights and its cache takes in the same
 rounds, in percent. Prompts: microseconds a token of the next 256. Rounds of all systems are interleaved; figures are
 medians. Contexts are filled with the keys and values of one prompt of 512 tokens again and again, since speed does not
-depend on them. It needs llama-cpp-python (pip install '.[peers]').
+depend on them. The context of the model must have room for 512 tokens, and for 257 after the largest depth. llama.cpp's
+systems need llama-cpp-python (pip install '.[peers]').
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nanoinfer._native import ReadBuffer
 from vs_llamacpp import LlamaCpp, Native
 
 from nanoinfer.engines.base import StepBatch
+from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.environment import num_cpus
 
 PROMPT = 256
@@ -41,7 +43,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 def tokens(count: int) -> list[int]:
     """Return random tokens."""
-    found: list[int] = np.random.default_rng(0).integers(0, 32000, count).tolist()
+    found: list[int] = np.random.default_rng(0).integers(0, 2000, count).tolist()
     return found
 
 
@@ -182,11 +184,16 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    room = max(given.depths) + PROMPT + 1
-    systems = {
-        name: (Ours if name.startswith("native") else Theirs)(given.file, given.batch, room, SYSTEMS[name])
-        for name in given.systems
-    }
+    if min(given.rounds, given.batch, *given.depths) < 1:
+        parser.error("--rounds, --batch and --depths must be at least 1")
+    room = max(FILLED, max(given.depths) + PROMPT + 1)
+    try:
+        systems = {
+            name: (Ours if name.startswith("native") else Theirs)(given.file, given.batch, room, SYSTEMS[name])
+            for name in given.systems
+        }
+    except (ModuleNotFoundError, NanoinferError) as e:
+        parser.exit(2, f"depth.py: error: {e}\n")
     print(f"| tokens before | {' | '.join(systems)} |\n|--:|{'---|' * len(systems)}", flush=True)
     for depth in sorted(given.depths):
         cells = measure(systems, depth, given.batch, given.rounds)

@@ -5,13 +5,13 @@
 
 A request has P prompt tokens, a share h of which is in the cache, and N output tokens. A step takes a ms, and b ms for
 each of its tokens; S sequences decode together. A replica ends after M seconds on average and is back after L seconds.
-Its S streams go on elsewhere: their prompts and, on average, half of their outputs are computed once more, as prompts.
+Its S streams are sent again: their prompts are computed, and on average half of their outputs generated, a second time.
 
     engine time of a request   t = (1 - h) P b + N (a / S + b)
-    requests/s of a replica    r = 1/t * M / (M + L) * (1 - S (P + N/2) b / M)
-    requests/s of R replicas   min(R r, what the front passes on)
+    requests/s of a replica    r = 1/t * M / (M + L) * (1 - (S (P + N/2) b + a N/2) / M)
+    requests/s of R replicas   min(R r, what the fronts pass on)
 
-The front takes `front_us` of one core for each output token of a stream, and `call_ms` for each request.
+A front takes `front_us` of one core for each output token of a stream, and `call_ms` for each request.
 """
 
 from __future__ import annotations
