@@ -281,7 +281,7 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequence of 32 tokens"),
         ({"kv_cache_memory": 1000, "engine": "paged"}, r"too little for 1 sequence of 32 tokens \(8,192 bytes\)"),
         ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
-        ({"kv_cache_dtype": "bfloat16", "engine": "static"}, "kv_cache_dtype='bfloat16' is not supported: use auto"),
+        ({"kv_cache_dtype": "bfloat16", "engine": "static"}, r"use auto \(the type of the weights\), int8 or int4"),
         ({"threads": 0}, "threads=0"),
         ({"graph_memory": -1}, "graph_memory=-1"),
         ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),

@@ -152,8 +152,8 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) ->
     ):
         if value not in have:
             return f"{name}={value!r} is not supported: use one of {', '.join(map(str, have))}"
-    if not spec.native and (cache := config.kv_cache_dtype) in BYTES:
-        return f"kv_cache_dtype={cache!r} is not supported: use auto, the type of the weights, or int8 or int4"
+    if not spec.native and "kv_cache_dtype" in spec.options and (cache := config.kv_cache_dtype) in BYTES:
+        return f"kv_cache_dtype={cache!r} is not supported: use auto (the type of the weights), int8 or int4"
     neutral_values = {"kv_cache_dtype": "auto", "threads": None, "graph_memory": None, "enable_lora": False}
     for name, neutral in neutral_values.items():
         has = name in spec.options and not (name == "graph_memory" and device == "cpu")  # no graphs there
