@@ -81,7 +81,9 @@ def search_whole(gpt: Transformer, ids: list[int], params: BeamSearchParams) -> 
     search = BeamSearch(params, gpt.config.eos_token_ids, params.max_tokens)
     beams: list[list[int]] = [ids]
     while not search.finished:
-        found = [find_candidates(logprobs(gpt, beam)[-1], search.num_candidates) for beam in beams]
+        with torch.inference_mode():
+            rows = torch.log_softmax(gpt(torch.tensor(beams))[:, -1].double(), -1).numpy()
+        found = [find_candidates(row, search.num_candidates) for row in rows]
         beams = [[*beams[parent], token] for parent, token in search.advance(found)]
     return search.results()
 

@@ -15,11 +15,11 @@ from helpers.environment import INTERPRETED
 from helpers.models import TINY, make_limits, submit, weights_of
 from helpers.recorded import FakeRecorder
 from helpers.scheduling import check_integrity
-from nanoinfer import SamplingParams
+from nanoinfer import NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import Engine
+from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.registry import ENGINES
@@ -100,14 +100,38 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _naive_greedy(gpt: Transformer, prompt: list[int], max_tokens: int, stride: int | None) -> list[int]:
-    ids = list(prompt)
-    for _ in range(max_tokens):
+    """Where one run of the model over the text and the tokens of `native` chooses the same tokens, so does the loop:
+    in the reference model, no position depends on a later one. From the first other token on, the loop runs."""
+    ids, guess = list(prompt), _guess(gpt, prompt, max_tokens)
+    if guess:
+        with torch.inference_mode():
+            logits = gpt(torch.tensor([[*prompt, *guess[:-1]]], device=gpt.lm_head.weight.device))[0, len(prompt) - 1 :]
+        same = [a == b for a, b in zip(logits.argmax(-1).tolist(), guess, strict=True)]
+        ids += guess[: [*same, False].index(False)]
+    for _ in range(len(prompt) + max_tokens - len(ids)):
         if stride is None and len(ids) > gpt.config.block_size:
             break
         start = window_start(len(ids), gpt.config.block_size, stride or 1)
         with torch.inference_mode():
             logits = gpt(torch.tensor([ids[start:]], device=gpt.lm_head.weight.device))
         ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _guess(gpt: Transformer, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return the tokens of `native` within the context, or none if it is not built or refuses the model."""
+    num_tokens = min(max_tokens, gpt.config.block_size + 1 - len(prompt))
+    device, dtype = gpt.lm_head.weight.device, gpt.lm_head.weight.dtype
+    if num_tokens < 4 or (device.type, dtype) != ("cpu", torch.float32) or ENGINES["native"].unavailable():
+        return []
+    try:
+        engine = make_engine("native", gpt, 1)
+    except NanoinferError:
+        return []
+    handle, ids = engine.open(), list(prompt)
+    while len(ids) < len(prompt) + num_tokens:
+        new = ids if len(ids) == len(prompt) else ids[-1:]
+        ids.append(int(engine.extend(StepBatch([handle], new, [len(new)], [1]))[0].argmax()))
     return ids[len(prompt) :]
 
 
