@@ -78,7 +78,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
     gpt = make_model().to(device)
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
-    params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
+    more = 1 if name == "triton" and INTERPRETED else 4
+    params = [replace(GREEDY, max_tokens=3 + more * i) for i in range(len(prompts))]
     core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
     expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
     assert generate(core, prompts, params) == expected
@@ -93,10 +94,10 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, d
 @pytest.mark.nightly_if(lambda name, stride: name in ("compiled", "cuda_graph") and stride == 1)  # as static
 @pytest.mark.slow_if(lambda name, stride, chunk: stride is not None if name != "native" else stride in (3, 32))
 def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
-    """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
+    """At twice the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]
-    params = replace(GREEDY, max_tokens=3 * TINY.block_size, overflow="slide", slide_stride=stride)
+    params = replace(GREEDY, max_tokens=2 * TINY.block_size, overflow="slide", slide_stride=stride)
     core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
     expected = [[naive_greedy(gpt, p, params.max_tokens, stride or TINY.block_size // 2)] for p in prompts]
     assert generate(core, prompts, [params] * 3) == expected

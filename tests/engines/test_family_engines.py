@@ -42,7 +42,7 @@ from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils.arrays import to_numpy
 
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
+GREEDY = SamplingParams(max_tokens=16, temperature=0)
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
 REPEATING = [4, 8, 15, 16, 23, 42] * 6
 RUNGS = [name for name in ENGINES if name != "triton"]  # tests/gpu/test_triton_families.py
@@ -162,14 +162,14 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
     """Drafts: repetition, the target itself in 8 bits or with fewer layers, and a model of another family."""
     folder = str(folder_of(case))
     other = str(folder_of("llama" if not case.startswith("llama") else "gpt_neox"))
-    prompts = [REPEATING, *PROMPTS]
-    plain = tokens(LLM(folder, engine=engine, dtype="float32"), prompts, GREEDY)
+    prompts, params = [REPEATING, *PROMPTS], replace(GREEDY, max_tokens=24)
+    plain = tokens(LLM(folder, engine=engine, dtype="float32"), prompts, params)
     llm = LLM(folder, engine=engine, dtype="float32", max_num_seqs=5, max_speculate_k=3)
     accepted = {}
     first_layers = [] if llm.config.per_layer_dim else ["self:2"]  # which such a model has none of
     for draft in ("prompt-lookup", "self:int8", *first_layers, other):
         llm.set_draft(draft, speculate_k=3)
-        outputs = generated(llm, prompts, GREEDY)
+        outputs = generated(llm, prompts, params)
         assert [o.outputs[0].token_ids for o in outputs] == plain, draft
         assert outputs[0].metrics.speculation is not None
         accepted[draft] = outputs[0].metrics.speculation.num_accepted
