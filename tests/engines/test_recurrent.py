@@ -143,14 +143,16 @@ def test_the_hidden_states_of_new_tokens_that_are_processed_before_others(
 def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
     name: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 random calls. States are kept so often that truncated forks use them, and so few fit that some are lost.
+    """400 random calls, of engines with the same code for states 200 others each. States are kept so often that
+    truncated forks use them, and so few fit that some are lost.
 
     none: attention alone."""
     monkeypatch.setattr(base, "MIN_SPLIT", 24)
     monkeypatch.setattr(base, "MIN_KEPT", 12)
     reference, engine = (make_engine(n, model(rule), 4) for n in ("recompute", name))
-    engines, rng, num_logits = (reference, engine), random.Random(0), 0
-    for _ in range(400):
+    engines, rng, num_logits = (reference, engine), random.Random([*ENGINES].index(name)), 0
+    num_calls = 400 if name == "native" else 200
+    for _ in range(num_calls):
         handles, what = sorted(reference.handles), rng.random()
         if not handles or (what < 0.1 and len(handles) < 4):
             assert reference.open() == engine.open()
@@ -183,7 +185,7 @@ def test_any_order_of_the_verbs_gives_the_logits_of_whole_prefixes(
         assert [reference.length(h) for h in sorted(reference.handles)] == [
             engine.length(h) for h in sorted(engine.handles)
         ]
-    assert num_logits > 300
+    assert num_logits > 0.75 * num_calls
 
 
 @pytest.mark.parametrize("rule", RULES)
