@@ -81,14 +81,14 @@ def make_engine(gpt: Transformer, quantization: str | None = None) -> TritonEngi
 
 
 def run(engine: TritonEngine | RecomputeEngine) -> list[torch.Tensor]:
-    """Prompts of 14 and 3 tokens, one token each together, one alone, four of one sequence, the last hidden state."""
+    """Prompts of 8 and 3 tokens, one token each together, one alone, four of one sequence, the last hidden state."""
     handles = [engine.open(), engine.open()]
     vocab = engine.config.vocab_size
-    steps = [([0], [14]), ([1], [3]), ([0, 1], [1, 1]), ([1], [1]), ([0], [4])]
+    steps = [([0], [8]), ([1], [3]), ([0, 1], [1, 1]), ([1], [1]), ([0], [4])]
     found = []
     for seed, (chosen, counts) in enumerate(steps):
         ids = [(7 * i * i + 5 * i + 11 * seed + 1) % vocab for i in range(sum(counts))]
-        batch = StepBatch([handles[i] for i in chosen], ids, counts, [1 if n == 14 else n for n in counts])
+        batch = StepBatch([handles[i] for i in chosen], ids, counts, [1 if n == 8 else n for n in counts])
         found.append(engine.extend(batch).cpu().clone())
     return [*found, engine.hidden().cpu().clone()]
 

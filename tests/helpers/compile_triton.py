@@ -162,7 +162,7 @@ def compile_llama(name: str, C: int, rows: int) -> None:
     for width in (128, 512):
         wide = Places(*[torch.empty(rows, 1, 1040, width, dtype=dtype)] * 2, places.slots, pos)
         attention(torch.empty(rows, 1024, dtype=dtype), wide, 1024, torch.empty(rows, 1024, dtype=dtype))
-    for scores in (None, Scores(window=256), Scores(softcap=50.0), Scores(sinks=torch.empty(H, dtype=dtype))):
+    for scores in (None, Scores(window=256, softcap=50.0, sinks=torch.empty(H, dtype=dtype))):  # none, all at once
         attention(q, places, 1024, q, scores=scores)
     product(q, weight(name, C, C), x, None, Epilogue(residual=x, scale=0.22))
     product(x, weight(name, F, C), h, norm, Epilogue(activation=SILU))
