@@ -10,7 +10,6 @@ import http.client
 import json
 import random
 import socket
-import string
 import sys
 import threading
 import time
@@ -53,7 +52,7 @@ CHAT_SHAPES: list[dict[str, Any]] = [
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking_token_budget")
 COMPARED = ("compared whole", "compared stream", "compared call", "compared reasoning")
 TEXTS = ["O Romeo, Romeo", "é and more\n\n", "word " * 2000]
-MEGABYTE = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=1_000_000))
+MEGABYTE = random.Random(0).randbytes(10**6).translate(bytes(97 + i % 26 if i > 9 else 32 for i in range(256))).decode()
 NUM_TOKENS = 500  # of a long prompt; the context length is 512
 
 
