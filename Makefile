@@ -161,7 +161,7 @@ fuzz: build-asan
 define test-cpp
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S tests/cpp -B build/$(1) -DCMAKE_BUILD_TYPE=Release $(2) > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/$(1)
-	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/$(1) --output-on-failure
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/$(1) --parallel 2 --output-on-failure
 endef
 
 test-cpp: .venv/cmake
