@@ -28,7 +28,7 @@ from nanoinfer.checkpoints.load import LoadedModel, load_model  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
 from nanoinfer.tokenizers import tokenizer as tokenizers  # noqa: E402
 from nanoinfer.tokenizers.tokenizer import CharTokenizer, Tokenizer, byte_level, decode  # noqa: E402
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers  # noqa: E402
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -157,25 +157,6 @@ def test_characters() -> None:
     refuses(lambda: write(CharTokenizer(["a", "bc"])), "'bc'")
 
 
-def train_sentencepiece(prefix: bool) -> Tokenizer:
-    core = hf.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
-    core.train_from_iterator(["the cat sat on the mat and the hats were thin"] * 3 + TEXTS[:2], trainer)
-    model = json.loads(core.to_str())["model"]
-    plain = models.BPE(
-        model["vocab"], [tuple(m) for m in model["merges"]], unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
-    made = hf.Tokenizer(plain)
-    replace_spaces = normalizers.Replace(" ", "▁")
-    made.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if prefix else []), replace_spaces])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return tokenizers.from_json(made.to_str(), "sentencepiece")
-
-
 def test_other_kinds_are_refused() -> None:
     refuses(lambda: write(word_piece()), "WordPiece", "only byte-level BPE")
     refuses(lambda: write(unigram()), "Unigram", "only byte-level BPE")
@@ -226,7 +207,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     assert found.chat_template == model.chat_template
 
 
-@pytest.mark.parametrize("kind", ["bytes", "deepseek-v3", "scores", "characters", "nothing"])
+@pytest.mark.parametrize("kind", ["bytes", "deepseek-v3", "characters", "nothing"])
 def test_llama_cpp_splits_texts_into_the_same_tokens(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +216,7 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(
     vs_llamacpp = importlib.import_module("vs_llamacpp")
     made: dict[str, Tokenizer] = {
         "bytes": with_special(gguf_tokenizer.SPLITS["smollm"]),
-        "deepseek-v3": with_special(gguf_tokenizer.SPLITS["deepseek-v3"]), "scores": train_sentencepiece(True),
+        "deepseek-v3": with_special(gguf_tokenizer.SPLITS["deepseek-v3"]),
         "characters": CharTokenizer("\n !,.:?abcdefXYZ0"), "nothing": bpe(),
     }  # fmt: skip
     tokenizer, path = made[kind], tmp_path / "a.gguf"
