@@ -182,6 +182,18 @@ def test_a_file_that_another_process_writes_is_not_written_too(tmp_path: Path) -
     assert [(p.name, p.read_bytes(), p.stat().st_mode & 0o777) for p in tmp_path.iterdir()] == [("t", b"first", 0o600)]
 
 
+def test_a_file_that_is_complete_before_it_is_locked_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process renames its file between our opening of it and our lock."""
+    (tmp_path / "t.tmp").write_bytes(b"first")
+    lock = files.lock
+    monkeypatch.setattr(files, "lock", lambda fd: os.replace(tmp_path / "t.tmp", tmp_path / "t") or lock(fd))
+    with pytest.raises(OSError, match="another process is writing it"):
+        files.write_atomically(tmp_path / "t", b"second")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("t", b"first")]
+
+
 def test_a_folder_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")

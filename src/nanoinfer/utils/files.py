@@ -240,7 +240,8 @@ def replacing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     partial = path.with_name(path.name + ".tmp")
     partial.touch(0o600 if private else 0o666)
     with open(partial, "r+b") as f:  # not emptied before it is locked: another process may be writing it
-        if not lock(f.fileno()):
+        # it may have been renamed after it was opened, and is `path` now
+        if not (lock(f.fileno()) and partial.exists() and os.path.samestat(os.fstat(f.fileno()), partial.stat())):
             raise OSError(errno.EBUSY, "another process is writing it")
         try:
             f.truncate()
